@@ -428,7 +428,7 @@ static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool
         f.heads = min(most_heads, c.HV - f.first);
         const int64_t units = (int64_t)c.N * f.heads;
         const through_z<real> by_z = {f.first,  f.heads, f.tiles, f.kp,  0,  f.tokens,
-                                      segments, f.dq,    f.dk,    f.den, f.z};
+                                      segments, f.dq,    f.dk,    f.den, f.z,  d.range};
         if (normalised) error = launch_denominators(c, by_z, stream);
         if (error != cudaSuccess) break;
         error = launch(kernel, units * f.tiles, ADJOINT_THREADS, bytes, stream, c, d, f);

@@ -48,11 +48,20 @@ struct call {
 };
 
 /* The range of float16 gradients in chunks, on the device (gradient_range.cuh). */
+enum { OF_DO, OF_STATES, AS_GIVEN, NUMBERS_OF_RANGE };
 struct gradient_range {
-    int most[2];    /* bits of the largest numbers of a turn: of do, and of the states' gradients */
+    /* Bits of the largest numbers of a turn: of do over the divisors of a normaliser, of the
+     * gradients of states, and of do as the caller gave it. */
+    int most[NUMBERS_OF_RANGE];
     float up, down; /* powers of two: factors of incoming gradients, and of results */
     int broken;     /* some result is no finite number, or do is too small beside the others */
 };
+
+/* Has the call been made in chunks, and was it in range? */
+__device__ __forceinline__ bool is_needless(const gradient_range *range)
+{
+    return range && !range->broken;
+}
 
 /* The gradients of a backward pass: d[LA_DQ] is the view of dq. The code of no kernel grows by this
  * operator. */

@@ -34,8 +34,9 @@
 /* The keys of a block, where decays are scalar. */
 template <int KP> constexpr int scalar_keys = KP > 128 ? 128 : KP;
 
-/* Does the last kernel find the gradient of a denominator? It needs whole rows of q and dq. */
-template <int KP> constexpr bool finds_d_den = KP == scalar_keys<KP>;
+/* Does the last kernel find the gradient of a denominator? It needs whole rows of q and dq. In
+ * float16 its rows of dq are not scaled back yet, so it cannot. */
+template <int KP> constexpr bool finds_d_den = KP == scalar_keys<KP> && !NARROW;
 
 template <int KP, la_decay DECAY, la_rule RULE, bool HAS_X>
 constexpr auto intra_chunk_adjoint_with()
@@ -232,11 +233,12 @@ static cudaError_t launch_turn(const call &given, const gradients &given_d,
     const int64_t row = (int64_t)c.HV * c.V;
     const view copy_of_do = {x.d_num, {c.T * row, row, c.V, 1}, ELEMENT_DTYPE};
     if constexpr (NARROW) {
-        if (tokens) error = find_range(c, given_d, x.d_num, on.processors, stream);
+        if (normalised && tokens) error = find_denominators(c, x.z, stream);
+        if (error == cudaSuccess) /* without tokens it is that of the states' gradients */
+            error = find_range(c, given_d, x.den, x.d_num, on.processors, stream);
         if (error != cudaSuccess) return error;
         d[LA_DO] = copy_of_do;
-    }
-    if (normalised) {
+    } else if (normalised) {
         d[LA_DO] = copy_of_do;
         if (!finds_d_den<KP> && tokens) {
             error = find_denominators(c, x.z, stream);
@@ -256,7 +258,7 @@ static cudaError_t launch_turn(const call &given, const gradients &given_d,
     if (places)
         error = launch(prepare, (int64_t)x.w.chunk_slots * x.w.heads, prepare_threads<KP, DECAY>,
                        prepare_bytes<KP, DECAY, RULE>(has_x), stream, c, x.w, x.to.given);
-    if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE && finds_d_den<KP> && !NARROW)
+    if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE && finds_d_den<KP>)
         if (normalised && tokens) {
             if (error == cudaSuccess) error = launch_divisors<KP>(c, x.w, stream, x.den);
             if (error == cudaSuccess) error = launch_divide(1);

@@ -237,10 +237,8 @@ static const char *why_by_token(const la_problem *p)
         if (dtype == LA_F32) return "gradients in chunks are those of bfloat16 and float16 arrays";
         if (dtype == LA_F16) {
             if (p->K > 128) return "float16 gradients in chunks have at most 128 keys";
-            if (!p->causal || p->normaliser != LA_UNNORMALISED || p->rule == LA_DPLR ||
-                p->rule == LA_BONUS)
-                return "float16 gradients in chunks are causal, and have no normaliser, bonus or "
-                       "DPLR";
+            if (!p->causal || p->rule == LA_DPLR || p->rule == LA_BONUS)
+                return "float16 gradients in chunks are causal, and have no bonus or DPLR";
         }
         if (!p->causal && p->K > 128) return "noncausal gradients in chunks have at most 128 keys";
         if (!p->causal && p->T != p->L) return "q has other tokens than k and v";

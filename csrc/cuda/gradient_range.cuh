@@ -7,6 +7,10 @@
  * infinity or a NaN, so some result is no finite number. That is noticed as it leaves (`broken`),
  * and the call is repeated token by token (dispatch.cu). A NaN of the caller leads there too.
  *
+ * With a normaliser the incoming gradient of a token is divided by its divisor first. The divisors
+ * grow along a sequence. If those of a turn are too far apart, some tokens would lose digits, and the
+ * call is repeated.
+ *
  * The gradients of states stay float32. If they are far larger than do, do loses digits beside
  * them, and the call is repeated too.
  *
@@ -47,14 +51,32 @@ __device__ __forceinline__ float up_of(const gradients &d) { return NARROW ? d.r
 
 enum { RANGE_THREADS = 256, NUMBERS_OF_THREAD = 8 };
 
-/* Eight neighbouring numbers of do, and where they lie in a dense copy. */
-__device__ __forceinline__ const char *eight_of_do(const call &c, const gradients &d, int64_t i)
-{
-    const int groups = c.V / NUMBERS_OF_THREAD, column = (int)(i % groups) * NUMBERS_OF_THREAD;
-    const int hv = (int)(i / groups % c.HV);
-    const int64_t token = i / groups / c.HV;
-    return at(d[LA_DO], (int)(token / c.T), (int)(token % c.T), hv, column);
-}
+/* Eight neighbouring numbers of do, the i-th of a dense copy, and the divisor of their token. den:
+ * [HV][B T], or NULL without a normaliser. */
+struct eight_of_do {
+    uint32_t pair[NUMBERS_OF_THREAD / 2];
+    bool divides;
+    float by;
+
+    __device__ __forceinline__ eight_of_do(const call &c, const gradients &d, const float *den,
+                                           int64_t i)
+    {
+        const int groups = c.V / NUMBERS_OF_THREAD, column = (int)(i % groups) * NUMBERS_OF_THREAD;
+        const int hv = (int)(i / groups % c.HV);
+        const int64_t token = i / groups / c.HV, tokens = (int64_t)c.B * c.T;
+        const int b = (int)(token / c.T), t = (int)(token % c.T);
+        const uint4 x = *(const uint4 *)at(d[LA_DO], b, t, hv, column);
+        pair[0] = x.x, pair[1] = x.y, pair[2] = x.z, pair[3] = x.w;
+        divides = den;
+        by = den ? divisor_of(&c, den[hv * tokens + token] * (float)c.scale) : 1;
+    }
+    __device__ __forceinline__ float2 given(int j) const { return unpack(pair[j]); }
+    __device__ __forceinline__ float2 operator[](int j) const
+    {
+        const float2 x = given(j);
+        return divides ? make_float2(x.x / by, x.y / by) : x;
+    }
+};
 
 /* The larger magnitude, passing over NaN and infinities. */
 __device__ __forceinline__ float larger(float most, float x)
@@ -66,28 +88,29 @@ __device__ __forceinline__ float larger(float most, float x)
 /* The largest finite number of each kind, as its bits, which are ordered as the numbers are. */
 template <typename = element>
 static __global__ void __launch_bounds__(RANGE_THREADS)
-    find_most(const __grid_constant__ call c, const __grid_constant__ gradients d)
+    find_most(const __grid_constant__ call c, const __grid_constant__ gradients d,
+              const float *den)
 {
     const int64_t first = (int64_t)blockIdx.x * RANGE_THREADS + threadIdx.x,
                   step = (int64_t)gridDim.x * RANGE_THREADS;
     const int64_t pieces = (int64_t)c.B * c.T * c.HV * (c.V / NUMBERS_OF_THREAD),
                   numbers = d[LA_DST].data ? (int64_t)c.N * c.HV * c.K * c.V : 0;
-    float most[2] = {};
+    float most[NUMBERS_OF_RANGE] = {};
     for (int64_t i = first; i < pieces; i += step) {
-        const uint4 x = *(const uint4 *)eight_of_do(c, d, i);
-        const uint32_t pairs[] = {x.x, x.y, x.z, x.w};
-        for (uint32_t pair : pairs) {
-            const float2 y = unpack(pair);
-            most[0] = larger(larger(most[0], y.x), y.y);
+        const eight_of_do x(c, d, den, i);
+#pragma unroll
+        for (int j = 0; j < NUMBERS_OF_THREAD / 2; j++) {
+            most[OF_DO] = larger(larger(most[OF_DO], x[j].x), x[j].y);
+            most[AS_GIVEN] = larger(larger(most[AS_GIVEN], x.given(j).x), x.given(j).y);
         }
     }
     for (int64_t i = first; i < numbers; i += step) {
         const int column = (int)(i % c.V), key = (int)(i / c.V % c.K);
         const int64_t state = i / c.V / c.K;
         const char *const at_number = at(d[LA_DST], state / c.HV, state % c.HV, key, column);
-        most[1] = larger(most[1], load<float>(at_number, d[LA_DST].dtype));
+        most[OF_STATES] = larger(most[OF_STATES], load<float>(at_number, d[LA_DST].dtype));
     }
-    for (int kind = 0; kind < 2; kind++) {
+    for (int kind = 0; kind < NUMBERS_OF_RANGE; kind++) {
         for (int apart = 16; apart; apart /= 2)
             most[kind] = fmaxf(most[kind], __shfl_xor_sync(~0u, most[kind], apart));
         if (threadIdx.x % 32 == 0 && most[kind] > 0)
@@ -99,15 +122,21 @@ static __global__ void __launch_bounds__(RANGE_THREADS)
  * numbers of float16 then. */
 static constexpr float LEAST_DO = 0x1p-6f;
 
-/* do times `up`, dense. The largest number becomes one from 4 to 8: sums over 64 tokens and 128 keys
- * then have three decimal digits of room above them, and as many below before numbers lose bits. */
+/* The least that the largest do of a turn may be in range over the divisor of any token. Numbers four
+ * times smaller are still normal numbers of float16 then. */
+static constexpr float LEAST_QUOTIENT = 0x1p-12f;
+
+/* do over the divisors, times `up`, dense. The largest number becomes one from 4 to 8. Sums over 64
+ * tokens and 128 keys then have three decimal digits of room above them, and as many below before
+ * numbers lose bits. */
 template <typename = element>
 static __global__ void __launch_bounds__(RANGE_THREADS)
-    scale_do(const __grid_constant__ call c, const __grid_constant__ gradients d, char *to)
+    scale_do(const __grid_constant__ call c, const __grid_constant__ gradients d, const float *den,
+             char *to)
 {
     const int64_t i = (int64_t)blockIdx.x * RANGE_THREADS + threadIdx.x;
-    const float of_do = __int_as_float(d.range->most[0]);
-    const float most = fmaxf(of_do, __int_as_float(d.range->most[1]));
+    const float of_do = __int_as_float(d.range->most[OF_DO]);
+    const float most = fmaxf(of_do, __int_as_float(d.range->most[OF_STATES]));
     const int power = most > 0 ? min(2 - ilogbf(most), 100) : 0;
     const float up = scalbnf(1, power);
     if (i == 0) {
@@ -116,27 +145,28 @@ static __global__ void __launch_bounds__(RANGE_THREADS)
         if (of_do > 0 && of_do * up < LEAST_DO) d.range->broken = 1;
     }
     if (i >= (int64_t)c.B * c.T * c.HV * (c.V / NUMBERS_OF_THREAD)) return;
-    uint4 x = *(const uint4 *)eight_of_do(c, d, i);
-    uint32_t *const pair = (uint32_t *)&x;
+    const eight_of_do x(c, d, den, i);
+    uint32_t pair[NUMBERS_OF_THREAD / 2];
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-        const float2 y = unpack(pair[j]);
-        pair[j] = pack(y.x * up, y.y * up);
-    }
-    *(uint4 *)(to + i * 16) = x;
+    for (int j = 0; j < NUMBERS_OF_THREAD / 2; j++) pair[j] = pack(x[j].x * up, x[j].y * up);
+    const bool is_zero = !((x.pair[0] | x.pair[1] | x.pair[2] | x.pair[3]) & 0x7fff7fff);
+    const float as_given = __int_as_float(d.range->most[AS_GIVEN]);
+    if (x.divides && !is_zero && !(as_given / fabsf(x.by) * up >= LEAST_QUOTIENT))
+        d.range->broken = 1;
+    *(uint4 *)(to + i * 16) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
 }
 
 /* Find the range of a turn, and put do in it: `to` has room for it, [B T][HV][V]. */
-static cudaError_t find_range(const call &c, const gradients &d, char *to, int processors,
-                              cudaStream_t stream)
+static cudaError_t find_range(const call &c, const gradients &d, const float *den, char *to,
+                              int processors, cudaStream_t stream)
 {
     const int64_t pieces = (int64_t)c.B * c.T * c.HV * (c.V / NUMBERS_OF_THREAD);
     cudaError_t error = cudaMemsetAsync(d.range->most, 0, sizeof d.range->most, stream);
     if (error == cudaSuccess)
-        error = launch(find_most<>, 4 * processors, RANGE_THREADS, 0, stream, c, d);
+        error = launch(find_most<>, 4 * processors, RANGE_THREADS, 0, stream, c, d, den);
     if (error == cudaSuccess)
         error = launch(scale_do<>, div_up(pieces, RANGE_THREADS) + 1, RANGE_THREADS, 0, stream, c,
-                       d, to);
+                       d, den, to);
     return error;
 }
 

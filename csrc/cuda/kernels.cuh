@@ -44,12 +44,12 @@ extern const backward_launcher rare_adjoint_f32[LA_KINDS], rare_adjoint_f64[LA_K
  * rows that cannot be copied in pieces, they return cudaErrorNotSupported and have done nothing. */
 extern const backward_launcher chunk_backward_none[2], chunk_backward_token[2],
     chunk_backward_key[2];
-/* The same for float16 arrays, on Hopper. The gradients have a range. */
+/* The same for float16 arrays. The gradients have a range. */
 extern const backward_launcher chunk_backward_none_f16[2], chunk_backward_token_f16[2],
     chunk_backward_key_f16[2];
-/* A pair of states: K <= 64, and on Hopper K <= 128. */
+/* A pair of states: K <= 64; K <= 128. */
 extern const backward_launcher chunk_backward_pair[2], chunk_backward_pair_k256[2];
-/* The same for 128 < K <= 256, on Hopper. */
+/* The same for 128 < K <= 256. */
 extern const backward_launcher chunk_backward_none_k256[2], chunk_backward_token_k256[2],
     chunk_backward_key_k256[2];
 
@@ -74,6 +74,7 @@ template <typename real> struct through_z {
     real *dq, *dk;            /* [partials][tokens][kp] */
     real *den;                /* [heads][tokens] */
     double *z;                /* [heads][segments][kp] */
+    const gradient_range *range; /* as in gradients, if this is the way token by token */
 };
 int64_t segments_of_keys(const call &);
 cudaError_t find_denominators(const call &, through_z<float>, cudaStream_t);
@@ -83,10 +84,10 @@ cudaError_t undo_denominators(const call &, const gradients &, through_z<float>,
  * as fast. */
 extern const launcher step_many_kv[LA_KINDS], step_many_vk[LA_KINDS];
 
-/* The chunk form by [rule]: bf16 arrays with K <= 128. On Hopper also float16 arrays, float32
- * arrays that may be rounded, and bf16 and float16 arrays with 128 < K <= 256 (k256). The pool is
- * for arrays that one kernel leaves to the next. They return cudaErrorNotSupported, with nothing
- * done, where shared memory is too small or where the build has no code for the device. */
+/* The chunk form by [rule]: bf16 and float16 arrays, and float32 arrays that may be rounded, with K
+ * <= 128; bf16 and float16 arrays with 128 < K <= 256 (k256). The pool is for arrays that one
+ * kernel leaves to the next. They return cudaErrorNotSupported, with nothing done, where shared
+ * memory is too small or where the build has no code for the device. */
 typedef cudaError_t (*chunk_launcher)(const call &, cudaMemPool_t, cudaStream_t);
 extern const chunk_launcher chunk_none[2], chunk_token[2], chunk_key[2];
 extern const chunk_launcher chunk_pair[2], chunk_pair_k256[2]; /* as their gradients */

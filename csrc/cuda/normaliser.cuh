@@ -86,7 +86,7 @@ __device__ __forceinline__ void each_segment(const call &c, const through_z<real
                                              function do_segment)
 {
     const int64_t warp = (int64_t)blockIdx.x * SEGMENTS_OF_BLOCK + threadIdx.x / 32;
-    if (warp >= (int64_t)c.N * f.heads * f.parts) return;
+    if (is_needless(f.range) || warp >= (int64_t)c.N * f.heads * f.parts) return;
     const sequence_of_keys<real> x(c, f, warp / f.parts);
     for (int s = (int)(warp % f.parts); s < x.count; s += f.parts) {
         const int first = x.u.begin + s * SEGMENT;
@@ -125,6 +125,7 @@ template <typename real>
 static __global__ void sum_before(const __grid_constant__ call c,
                                   const __grid_constant__ through_z<real> f)
 {
+    if (is_needless(f.range)) return;
     const sequence_of_keys<real> x(c, f, blockIdx.x);
     double *const of_key = x.z + threadIdx.x;
     running z = z_of_key<real>(c.x[LA_Z0], c, x.u, threadIdx.x);
@@ -237,6 +238,7 @@ static __global__ void sum_after(const __grid_constant__ call c,
                                  const __grid_constant__ gradients d,
                                  const __grid_constant__ through_z<real> f)
 {
+    if (is_needless(f.range)) return;
     const sequence_of_keys<real> x(c, f, blockIdx.x);
     double *const of_key = x.z + threadIdx.x;
     running dz = z_of_key<real>(d[LA_DZT], c, x.u, threadIdx.x);

@@ -9,11 +9,7 @@
 #include "batch.cuh"
 #include "normaliser.cuh"
 
-/* Has the call been made in chunks, and was it in range (gradient_range.cuh)? */
-__device__ __forceinline__ bool is_needless(const gradients &d)
-{
-    return d.range && !d.range->broken;
-}
+__device__ __forceinline__ bool is_needless(const gradients &d) { return is_needless(d.range); }
 
 enum { REDUCE_THREADS = 256 };
 
