@@ -72,9 +72,9 @@ def set_float32_precision(precision: str) -> None:
     precision : {"ieee", "tf32"}
         ``"ieee"``, the default: as float32. ``"tf32"``: at worst as tf32 rounds, operands to 11
         bits; sums and states stay float32. This lets float32 arrays on a GPU use its tensor cores
-        where there is a kernel for it (forward passes in chunks, K <= 128, on Hopper), which keeps
-        16 bits, 11 in the delta rules' inverse (docs/decisions/0025). Elsewhere, and in gradients
-        and steps, it changes nothing.
+        where there is a kernel for it (forward passes in chunks, K <= 128), which keeps 16 bits,
+        11 in the delta rules' inverse (docs/decisions/0025). Elsewhere, and in gradients and steps,
+        it changes nothing.
 
     Raises
     ------

@@ -74,3 +74,56 @@ def test_gradients_token_by_token_with_less_shared_memory(op, dtype, K, tmp_path
     assert kernel == "token by token"
     for a, b in zip(leaves(tuple(got)), want, strict=True):
         assert distance(a, b) <= APART[dtype]
+
+
+# The sentences of docs/gpu.md on shared memory, as a child process prints them.
+KERNELS = """
+import linattn
+from support.gpu import gpu_problem
+from support.tensors import torch
+from support.variants import PREDICTS
+
+for op, kind in linattn.VARIANTS.items():
+    if kind.rule in ("dplr", "bonus"):
+        continue
+    dtypes = ("bfloat16",) if kind.decay == "pair" else ("bfloat16", "float16", "tf32")
+    for dtype in dtypes:
+        for K in (64, 128, 200):
+            for pass_ in ("forward", "backward"):
+                for with_x in (False, True)[: 1 + (op in PREDICTS and kind.decay != "pair")]:
+                    x = gpu_problem(op, dtype=dtype, pass_=pass_, T=80, K=K, V=64)
+                    if pass_ == "backward":
+                        x.pop("allow_tf32", None)
+                    if with_x:
+                        x["x"] = x["k"].clone()
+                    f = getattr(linattn, op if pass_ == "forward" else f"{op}_backward")
+                    kernel = linattn.explain_kernel(f, **x).kernel
+                    print(op, dtype, K, pass_, with_x, kernel, sep=",")
+"""
+
+
+def goes_in_chunks(op, dtype, K, pass_, with_x, small):
+    kind = linattn.VARIANTS[op]
+    keys, pair = kind.decay == "key", kind.decay == "pair"
+    if pair:
+        return K <= (64 if small else 128)
+    if pass_ == "backward":
+        most = {"bfloat16": 128 if small else 256, "float16": 128, "tf32": 0}[dtype]
+        return K <= (64 if small and with_x and not keys else most)
+    if dtype == "tf32":
+        return K <= (64 if small and (keys or kind.rule == "delta") else 128)
+    return K <= (128 if small and (keys or with_x) else 256)
+
+
+@pytest.mark.parametrize("limit", [SMALL, 163 << 10])
+def test_calls_that_fit(limit):
+    if torch.cuda.get_device_capability() == (9, 0) and "90a" in _linattn.CUDA_ARCHS:
+        pytest.skip("Hopper's kernels take more shared memory")
+    env = os.environ | {"LINATTN_SHARED_LIMIT": str(limit)}
+    command = [sys.executable, "-c", KERNELS]
+    told = subprocess.run(command, check=True, env=env, capture_output=True, text=True).stdout
+    rows = [line.split(",") for line in told.splitlines()]
+    assert len(rows) > 100
+    for op, dtype, K, pass_, with_x, kernel in rows:
+        chunks = goes_in_chunks(op, dtype, int(K), pass_, with_x == "True", limit == SMALL)
+        assert (kernel == "chunks") == chunks, (op, dtype, K, pass_, with_x)

@@ -250,11 +250,12 @@ template <int KP, la_decay DECAY, la_rule RULE, form FORM> struct walk_place {
         some_warps_wait(warps);
     }
 #else
-    /* Multiply the values of a chunk by their gates, where the rows were copied. Each warp has
-     * columns of its own: K > 128 is for Hopper alone (setup.py). */
+    /* Multiply the values of a chunk by their gates, where the rows were copied. Two warps may have
+     * the same columns and half of the keys each: the first one multiplies for both. */
     __device__ __forceinline__ void gate_values(char *room, int t, int n) const
     {
-        if (PLANES == 1 && gated && f.v_pieces && columns > 0) {
+        if (PLANES == 2 || !gated || !f.v_pieces) return;
+        if (half == 0 && columns > 0) {
             const view &gates = c.x[LA_W];
             for (int j = lane; j < C * 2; j += 32) {
                 uint4 *const x = (uint4 *)(room + part::v + line / 4 * PANEL_BYTES +
@@ -262,8 +263,11 @@ template <int KP, la_decay DECAY, la_rule RULE, form FORM> struct walk_place {
                 if (j / 2 < n && j % 2 * 8 < columns)
                     *x = times(*x, *(const uint4 *)at(gates, u.b, t + j / 2, u.hv, v0 + j % 2 * 8));
             }
-            __syncwarp();
         }
+        if (HALVES == 2)
+            __syncthreads();
+        else
+            __syncwarp();
     }
 #endif
 

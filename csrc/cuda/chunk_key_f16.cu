@@ -1,4 +1,4 @@
-/* float16 arrays, on Hopper only (setup.py). Elsewhere they go token by token. */
+/* float16 arrays, K up to 256; gradients with K up to 128. */
 #define LA_TILES_OF_F16
 #include "chunk.cuh"
 #include "chunk_backward.cuh"

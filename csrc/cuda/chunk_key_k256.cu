@@ -1,4 +1,4 @@
-/* 128 < K <= 256, on Hopper only (setup.py). Elsewhere such calls go token by token. */
+/* 128 < K <= 256 */
 #include "chunk.cuh"
 #include "chunk_backward.cuh"
 

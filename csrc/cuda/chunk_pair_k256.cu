@@ -1,5 +1,4 @@
-/* 64 < K <= 128, on Hopper only (setup.py): both states together have 256 keys. Elsewhere such
- * calls go token by token. */
+/* 64 < K <= 128: both states together have 256 keys. */
 #include "chunk.cuh"
 #include "chunk_backward.cuh"
 

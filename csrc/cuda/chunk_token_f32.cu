@@ -1,5 +1,4 @@
-/* float32 arrays where tf32 is allowed, on Hopper only (setup.py). Elsewhere they go token by
- * token. */
+/* float32 arrays where tf32 is allowed. */
 #define LA_TILES_OF_F32
 #include "chunk.cuh"
 

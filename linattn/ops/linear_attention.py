@@ -135,9 +135,9 @@ def linear_attention(
     state_v_first : bool
         S is [N,HV,V,K].
     allow_tf32 : bool, optional
-        May products of float32 numbers be rounded as tf32's are? A forward pass in chunks with
-        K <= 128 on a Hopper GPU is then 1.4 to 8 times as fast. By default as
-        :func:`linattn.set_float32_precision` says.
+        May products of float32 numbers be rounded as tf32's are? A GPU then runs a forward
+        pass in chunks with K <= 128 on its tensor cores: 1.4 to 8 times as fast on Hopper. By
+        default as :func:`linattn.set_float32_precision` says.
     out : array [B,T,HV,V], optional
         Where o goes.
 

@@ -201,8 +201,8 @@ def sampled(grid, every, how):
 def on_tensor_cores(dtype, K, mode, T=64, tf32=False):
     """Does a GPU's forward pass multiply on tensor cores? Its operands are then rounded to `dtype`,
     or to tf32 where that is allowed for float32. All other passes go token by token, in every mode.
-    The answer is yes for some that in fact go token by token and are more exact: float16, float32
-    and K above 128 on devices before Hopper, and the delta rule with K below 16."""
+    The answer is yes for some that in fact go token by token and are more exact: those whose chunks
+    do not fit the shared memory of a device, and the delta rule with K below 16."""
     halves = dtype in (ml_dtypes.bfloat16, np.float16) and K <= 256
     return (
         (halves or (tf32 and dtype == np.float32 and K <= 128))
@@ -238,8 +238,8 @@ def bits_multiplied(op, dtype, mode, T=64, chunk=None):
 
 
 def gradients_on_tensor_cores(op, dtype, K, V, mode, T=64):
-    """Does a GPU's backward pass multiply on tensor cores? Hopper's does in bfloat16, and for some
-    ops in float16; others are more exact."""
+    """Does a GPU's backward pass multiply on tensor cores? It does in bfloat16, and for some ops in
+    float16. Others are more exact."""
     kind = linattn.VARIANTS[op]
     in_float16 = kind.rule in ("additive", "delta") and kind.decay != "pair"
     most = 256 if dtype == ml_dtypes.bfloat16 else 128 if dtype == np.float16 and in_float16 else 0
