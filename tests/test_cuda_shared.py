@@ -7,6 +7,7 @@ import sys
 import pytest
 from support.compare import leaves
 from support.gpu import APART, distance, gpu_problem, needs_gpu, ops, run
+from support.processes import environment
 from support.tensors import torch
 from support.variants import RARE
 
@@ -80,7 +81,6 @@ def test_gradients_token_by_token_with_less_shared_memory(op, dtype, K, tmp_path
 KERNELS = """
 import linattn
 from support.gpu import gpu_problem
-from support.tensors import torch
 from support.variants import PREDICTS
 
 for op, kind in linattn.VARIANTS.items():
@@ -119,9 +119,9 @@ def goes_in_chunks(op, dtype, K, pass_, with_x, small):
 def test_calls_that_fit(limit):
     if torch.cuda.get_device_capability() == (9, 0) and "90a" in _linattn.CUDA_ARCHS:
         pytest.skip("Hopper's kernels take more shared memory")
-    env = os.environ | {"LINATTN_SHARED_LIMIT": str(limit)}
+    env = environment(LINATTN_SHARED_LIMIT=str(limit))
     command = [sys.executable, "-c", KERNELS]
-    told = subprocess.run(command, check=True, env=env, capture_output=True, text=True).stdout
+    told = subprocess.run(command, check=True, env=env, stdout=subprocess.PIPE, text=True).stdout
     rows = [line.split(",") for line in told.splitlines()]
     assert len(rows) > 100
     for op, dtype, K, pass_, with_x, kernel in rows:

@@ -47,14 +47,17 @@ struct call {
     bool states_only; /* no o, and of the gradients those of first states alone */
 };
 
-/* The range of float16 gradients in chunks, on the device (gradient_range.cuh). */
 enum { OF_DO, OF_STATES, AS_GIVEN, NUMBERS_OF_RANGE };
+
+/* The range of float16 gradients in chunks, on the device (gradient_range.cuh). */
 struct gradient_range {
     /* Bits of the largest numbers of a turn: of do over the divisors of a normaliser, of the
      * gradients of states, and of do as the caller gave it. */
     int most[NUMBERS_OF_RANGE];
     float up, down; /* powers of two: factors of incoming gradients, and of results */
-    int broken;     /* some result is no finite number, or do is too small beside the others */
+    /* some result is no finite number, do is too small beside the others, or divisors are too far
+     * apart */
+    int broken;
 };
 
 /* Has the call been made in chunks, and was it in range? */

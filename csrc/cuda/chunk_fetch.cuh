@@ -192,12 +192,13 @@ template <int KP, la_decay DECAY, la_rule RULE, form FORM> struct walk_place {
 #pragma unroll
         for (const auto &x : pieces)
             if (x.from) copy_bytes(base + x.offset, (const char *)x.from, x.bytes);
+        /* of two warps with the same columns the first one copies */
         if (PLANES == 1 && f.v_pieces && columns > 0 && half == 0) {
             const char *const x = at(c.x[LA_V], u.b, t, u.hv, v0);
             const int64_t of_row = c.x[LA_V].stride[1] * 2;
             const uint32_t to = base + part::v + line / 4 * PANEL_BYTES +
                                 piece_at(lane / 2, line % 4 * 2 + lane % 2);
-            const int rows = lane % 2 * 8 < columns ? n - lane / 2 : 0; /* that are there */
+            const int rows = lane % 2 * 8 < columns ? n - lane / 2 : 0; /* that exist */
             const char *from = x + lane / 2 * of_row + lane % 2 * 16;
 #pragma unroll
             for (int i = 0; i < C; i += 16, from += 16 * of_row)

@@ -92,7 +92,7 @@ __device__ void copy_rows(const view &x, int columns, int b, int t, int n, int h
     const int piece = threadIdx.x % PIECES, apart = blockDim.x / PIECES;
     const char *const start = at(x, b, t, h, first_column);
     const int64_t of_row = x.stride[1] * 2, step = apart * of_row;
-    const int rows = first_column + piece * 8 < columns ? n : 0; /* that are there */
+    const int rows = first_column + piece * 8 < columns ? n : 0; /* that exist */
     const char *from = start + threadIdx.x / PIECES * of_row + piece * 16;
 #pragma unroll 2 /* 256 threads have two rows each, of 64 columns */
     for (int row = threadIdx.x / PIECES; row < C; row += apart, from += step)
