@@ -53,7 +53,8 @@ static __global__ void __launch_bounds__(256)
                 dx[4 * f + 2] += z.z, dx[4 * f + 3] += z.w;
             }
             float four[4];
-            if (!plain && !of_x) load_row(four, at(x, b, t, h, key), x.dtype, 0, 1, c.K - key);
+            if (!plain && !of_x)
+                load_row<LA_DTYPE_OF_Q>(four, at(x, b, t, h, key), x.dtype, 0, 1, c.K - key);
 #pragma unroll
             for (int e = 0; e < 4 && !plain && !of_x; e++) y[4 * f + e] = four[e];
         }

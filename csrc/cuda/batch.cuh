@@ -6,6 +6,7 @@
 
 #include "kernels.cuh"
 #include "load.cuh"
+#include "states.cuh"
 
 #define LA_FN static __device__ __forceinline__
 #define LANE_ZERO 0
@@ -68,7 +69,7 @@ template <int ROWS>
 __device__ void load_keys(const call &c, const view &from, int map, const unit &u, int t, int K,
                           real (&x)[ROWS * PARTS / 32])
 {
-    load_row(x, at(from, u.b, t, u.h), from.dtype, (int)threadIdx.x % 32, 32, K);
+    load_row<LA_DTYPE_OF_Q>(x, at(from, u.b, t, u.h), from.dtype, (int)threadIdx.x % 32, 32, K);
     norm_and_map(c, map, x, every_32nd());
 }
 
@@ -77,12 +78,12 @@ template <la_decay DECAY, la_rule RULE, bool RARE>
 constexpr bool has_x = RARE && la_predicts_after(DECAY, RULE) || RULE == LA_DPLR;
 
 /* A row of x, y or the bonus, as the caller gave it. */
-template <int ROWS>
+template <la_dtypes OF, int ROWS>
 __device__ void load_plain_row(const call &c, const view &from, const char *row,
                                real (&x)[ROWS * PARTS / 32], key_row<ROWS> &to)
 {
     const int lane = threadIdx.x % 32;
-    load_row(x, row, from.dtype, lane, 32, c.K);
+    load_row<OF>(x, row, from.dtype, lane, 32, c.K);
 #pragma unroll
     for (int j = 0; j < ROWS * PARTS / 32; j++) to.at(lane + 32 * j) = x[j];
 }
@@ -95,11 +96,14 @@ __device__ void load_rare(const call &c, const unit &u, int t, int i,
 {
     const view &of_x = c.x[LA_X], &of_y = c.x[LA_Y], &of_bonus = c.x[LA_U], &eta = c.x[LA_ETA];
     real x[ROWS * PARTS / 32], qk = 0, qy = 0;
-    if (has_x<DECAY, RULE, true>) load_plain_row<ROWS>(c, of_x, at(of_x, u.b, t, u.h), x, to.x[i]);
-    if (RULE == LA_DPLR) load_plain_row<ROWS>(c, of_y, at(of_y, u.b, t, u.h), x, to.y[i]);
+    if (has_x<DECAY, RULE, true>)
+        load_plain_row<LA_DTYPE_OF_Q, ROWS>(c, of_x, at(of_x, u.b, t, u.h), x, to.x[i]);
+    if (RULE == LA_DPLR)
+        load_plain_row<LA_DTYPE_OF_Q, ROWS>(c, of_y, at(of_y, u.b, t, u.h), x, to.y[i]);
 #pragma unroll
     for (int j = 0; j < ROWS * PARTS / 32 && RULE == LA_DPLR; j++) qy += q[j] * x[j];
-    if (RULE == LA_BONUS) load_plain_row<ROWS>(c, of_bonus, at(of_bonus, u.h), x, to.bonus);
+    if (RULE == LA_BONUS)
+        load_plain_row<LA_DTYPE_FLOAT, ROWS>(c, of_bonus, at(of_bonus, u.h), x, to.bonus);
 #pragma unroll
     for (int j = 0; j < ROWS * PARTS / 32; j++) qk += q[j] * (RULE == LA_BONUS ? x[j] : 1) * k[j];
     qk = warp_sum(qk);
@@ -130,7 +134,8 @@ __device__ void load_batch(const call &c, const unit &u, int t, int n, int v0,
         }
         if (DECAY == LA_KEY) {
             real g[ROWS * PARTS / 32];
-            load_row(g, at(c.x[LA_G], u.b, t + i, u.hv), c.x[LA_G].dtype, lane, 32, c.K);
+            load_row<LA_DTYPE_FLOAT>(g, at(c.x[LA_G], u.b, t + i, u.hv), c.x[LA_G].dtype, lane, 32,
+                                     c.K);
 #pragma unroll
             for (int j = 0; j < ROWS * PARTS / 32; j++)
                 to.a[i].at(lane + 32 * j) = lane + 32 * j < c.K ? decay_of(g[j], c.gate) : 0;
@@ -154,10 +159,10 @@ __device__ void load_batch(const call &c, const unit &u, int t, int n, int v0,
     }
 }
 
-/* The same as a function that is called. With so many keys per lane, three inlined copies in a
- * kernel would cost registers and half of the compile time. */
+/* The same as a function that is called. Three inlined copies in a kernel cost registers, and half
+ * of the compile time. */
 template <la_decay DECAY, la_rule RULE, int ROWS, bool RARE>
-__device__ __noinline__ void load_batch_of_many(const call &c, const unit &u, int t, int n, int v0,
+__device__ __noinline__ void call_load_batch(const call &c, const unit &u, int t, int n, int v0,
                                                 batch<ROWS, RARE> &to)
 {
     load_batch<DECAY, RULE, ROWS>(c, u, t, n, v0, to);

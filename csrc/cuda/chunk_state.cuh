@@ -4,9 +4,9 @@
 #define LINATTN_CUDA_CHUNK_STATE_CUH
 
 #include "chunk_fetch.cuh"
+#include "states_in_chunks.cuh"
 
-/* ---- the state of a warp: S' [16 columns][KEYS]. A thread has the columns lane / 4 and + 8, and
- * the keys 8 i + pair and + 1, where pair = lane % 4 * 2. ---- */
+/* ---- the state of a warp, as states_in_chunks.cuh has it ---- */
 
 /* The state that a walk starts from: the caller's, that of its segment, or zero. To find the ends
  * of segments it is zero, or columns of the identity. */
@@ -15,29 +15,29 @@ __device__ __forceinline__ void first_state(float (&S)[N][4],
                                             const walk_place<KP, DECAY, RULE, FORM> &p,
                                             const segments &g, int first_key)
 {
-    const int pair = p.lane % 4 * 2;
+    const int pair = p.lane % 4 * 2, own_column = p.lane / 4;
+    if constexpr (FORM == SEGMENT_ENDS) {
+        const int first_row = (p.slice_index - p.slices) * 16 + own_column - first_key - pair;
 #pragma unroll
-    for (int i = 0; i < N; i++)
+        for (int i = 0; i < N; i++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            const int column = p.lane / 4 + e / 2 * 8, row = first_key + i * 8 + pair + e % 2;
-            S[i][e] = 0;
-            if (FORM == SEGMENT_ENDS)
-                S[i][e] = p.identity && (p.slice_index - p.slices) * 16 + column == row;
-            else if (g.starts)
-                S[i][e] = p.slice_index < p.slices
-                              ? g.starts[((p.head * g.count + p.segment) * p.slices * 16 + p.v0 +
-                                          column) *
-                                             KP +
-                                         row]
-                              : 0;
-            else {
-                const view &x = state_of_row<DECAY>(p.c.x[LA_S0], p.c.x[LA_Y0], row);
-                const int key = key_of_row<DECAY>(row);
-                if (x.data && column < p.columns && key < p.c.K)
-                    S[i][e] = load<float>(at(x, p.u.n, p.u.hv, key, p.v0 + column), x.dtype);
-            }
-        }
+            for (int e = 0; e < 4; e++)
+                S[i][e] = p.identity && first_row + e / 2 * 8 == i * 8 + e % 2;
+    } else if (g.starts) {
+        const bool there = p.slice_index < p.slices;
+        const float *start =
+            g.starts +
+            ((p.head * g.count + p.segment) * p.slices * 16 + p.v0 + own_column) * KP + first_key +
+            pair;
+#pragma unroll
+        for (int i = 0; i < N; i++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                S[i][e] = there ? start[e / 2 * 8 * KP + i * 8 + e % 2] : 0;
+    } else {
+        load_state<DECAY>(S, p.c, p.c.x[LA_S0], p.c.x[LA_Y0], p.u.n, p.u.hv, first_key, p.v0,
+                          p.columns);
+    }
 }
 
 /* Store the end of a segment. */
@@ -65,17 +65,8 @@ __device__ __forceinline__ void store_last_state(const float (&S)[N][4],
     const call &c = p.c;
     if (!c.x[LA_ST].data && !(DECAY == LA_PAIR && c.x[LA_YT].data)) return;
     if (p.segment < g.count - 1) return;
-    const int pair = p.lane % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < N; i++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            const int column = p.lane / 4 + e / 2 * 8, row = first_key + i * 8 + pair + e % 2;
-            const view &to = state_of_row<DECAY>(c.x[LA_ST], c.x[LA_YT], row);
-            const int key = key_of_row<DECAY>(row);
-            if (to.data && column < p.columns && key < c.K)
-                store(at(to, p.u.n, p.u.hv, key, p.v0 + column), to.dtype, S[i][e]);
-        }
+    store_state<DECAY>(S, c, c.x[LA_ST], c.x[LA_YT], p.u.n, p.u.hv, first_key, p.v0, p.columns,
+                       [](float x) { return x; });
 }
 
 /* Divide a state that is too large for the elements by a power of two. Returns that power. */

@@ -5,6 +5,27 @@
 
 #include "prepare.cuh"
 
+/* x[j] = work(number j of this thread), of a row as in load_keys_of_quad. Past the last key it is
+ * `otherwise`. Eight numbers are loaded at a time: all at once, they were a sixth of the code of a
+ * file. */
+template <la_dtypes OF, int N, typename F>
+__device__ __forceinline__ void row_by_eights(float (&x)[N], la_dtype dtype, const char *row,
+                                              int64_t apart, int keys, float otherwise, F work)
+{
+    const int pair = threadIdx.x % 4 * 2;
+#pragma unroll 1
+    for (int j = 0; j < N; j += 8) {
+        float eight[8];
+        with_type<OF, float>(dtype, [&](auto *type) {
+            typedef std::remove_pointer_t<decltype(type)> T;
+            load_keys_of_quad<T>(eight, row + j * 4 * apart * (int)sizeof(T), apart, keys - j * 4);
+        });
+#pragma unroll
+        for (int e = 0; e < 8; e++)
+            x[j + e] = j * 4 + e / 2 * 8 + pair + e % 2 < keys ? work(eight[e]) : otherwise;
+    }
+}
+
 /* A chunk with a NaN or an infinity goes token by token, for its state, and for O from token
  * `first` on. In a product with a triangle, zero times infinity would spoil the tokens before it.
  * `state` (products.cuh has its order) and O [eight tokens][column, token of two] are the numbers of
@@ -22,38 +43,37 @@ __device__ __noinline__ void tokens_of_chunk(const call &c, const unit &u, int t
     float a[DECAY == LA_KEY ? KP / 4 : 1] = {1};
     const bool has_x = la_predicts(RULE) && c.x[LA_X].data;
     for (int i = 0; i < n; i++) {
+        const auto same = [](float x) { return x; };
+        const auto row_of = [&](float(&x)[KP / 4], const view &of) {
+            row_by_eights<LA_DTYPE_OF_Q>(x, ELEMENT_DTYPE, at(of, u.b, t + i, u.h), of.stride[3],
+                                         c.K, 0, same);
+        };
+        const view &g = c.x[LA_G], &of_bonus = c.x[LA_U];
+        row_of(q, c.x[LA_Q]);
+        row_of(k, c.x[LA_K]);
+        if (has_x) row_of(looks, c.x[LA_X]);
+        if constexpr (RULE == LA_DPLR) row_of(y, c.x[LA_Y]);
+        if constexpr (DECAY == LA_KEY)
+            row_by_eights<LA_DTYPE_FLOAT>(a, g.dtype, at(g, u.b, t + i, u.hv), g.stride[3], c.K, 1,
+                                          [&](float x) { return decay_of(x, c.gate); });
+        float bonus[RULE == LA_BONUS ? KP / 4 : 1];
+        if constexpr (RULE == LA_BONUS)
+            row_by_eights<LA_DTYPE_FLOAT>(bonus, of_bonus.dtype, at(of_bonus, u.h),
+                                          of_bonus.stride[1], c.K, 0, same);
         float squares_q = 0, squares_k = 0, qk = 0, qy = 0;
         for (int j = 0; j < KP / 4; j++) {
-            const int key = j / 2 * 8 + pair + j % 2;
-            const bool there = key < c.K;
-            q[j] = there ? load<float>(at(c.x[LA_Q], u.b, t + i, u.h, key), ELEMENT_DTYPE) : 0;
-            k[j] = there ? load<float>(at(c.x[LA_K], u.b, t + i, u.h, key), ELEMENT_DTYPE) : 0;
-            if (has_x)
-                looks[j] =
-                    there ? load<float>(at(c.x[LA_X], u.b, t + i, u.h, key), ELEMENT_DTYPE) : 0;
-            if (RULE == LA_DPLR)
-                y[j] = there ? load<float>(at(c.x[LA_Y], u.b, t + i, u.h, key), ELEMENT_DTYPE) : 0;
             squares_q += q[j] * q[j];
             squares_k += k[j] * k[j];
-            if (DECAY == LA_KEY)
-                a[j] = there ? decay_of(load<float>(at(c.x[LA_G], u.b, t + i, u.hv, key),
-                                                    c.x[LA_G].dtype),
-                                        c.gate)
-                             : 1;
         }
         const float factor_q = c.qk_l2norm ? l2norm_factor(quad_sum(squares_q)) : 1;
         const float factor_k = c.qk_l2norm ? l2norm_factor(quad_sum(squares_k)) : 1;
+#pragma unroll 1
         for (int j = 0; j < KP / 4; j++) {
             const bool there = j / 2 * 8 + pair + j % 2 < c.K;
             q[j] = there ? apply_map(q[j] * factor_q, c.map[0], (float)c.map_eps[0]) : 0;
             k[j] = there ? apply_map(k[j] * factor_k, c.map[1], (float)c.map_eps[1]) : 0;
             if (la_is_gated(DECAY, RULE) && c.x_is_factor) looks[j] *= k[j];
-            const int key = j / 2 * 8 + pair + j % 2;
-            if (RULE == LA_BONUS)
-                qk +=
-                    there ? q[j] * k[j] * load<float>(at(c.x[LA_U], u.h, key), c.x[LA_U].dtype) : 0;
-            else
-                qk += q[j] * k[j];
+            qk += q[j] * k[j] * (RULE == LA_BONUS ? bonus[j] : 1);
             if (RULE == LA_DPLR) qy += q[j] * y[j];
         }
         if (DECAY == LA_TOKEN)

@@ -7,6 +7,7 @@
 #include <cuda_fp16.h>
 #include <initializer_list>
 #include <stdint.h>
+#include <type_traits>
 
 #include "call.cuh"
 #include "power.cuh"
@@ -73,6 +74,26 @@ template <typename real> __device__ inline real load(const char *from, la_dtype 
     }
 }
 
+/* Calls work(T *), where T is the type of an array's numbers. OF is the dtype in the array's line
+ * of arrays.def: not every array may have each of the four types. One branch serves all that `work`
+ * loads. Kernels that asked for the dtype of each number, and found each address from four strides,
+ * spent a third to a half of their code on it (docs/decisions/0071). */
+template <la_dtypes OF, typename real, typename F>
+__device__ __forceinline__ void with_type(la_dtype dtype, F work)
+{
+    constexpr bool wide = sizeof(real) == 8;
+    if constexpr (OF != LA_DTYPE_FLOAT && wide)
+        work((double *)NULL);
+    else if (OF == LA_DTYPE_FLOAT && dtype == LA_F64)
+        work((double *)NULL);
+    else if (dtype == LA_F32)
+        work((float *)NULL);
+    else if (OF != LA_DTYPE_STORED && dtype == LA_F16)
+        work((__half *)NULL);
+    else
+        work((__nv_bfloat16 *)NULL);
+}
+
 /* A number that is loaded a chunk before it is used: its 4 bytes as they are, or 2. */
 __device__ __forceinline__ uint32_t load_early(const char *from, la_dtype dtype)
 {
@@ -90,33 +111,36 @@ __device__ __forceinline__ float loaded(uint32_t bits, la_dtype dtype)
 
 /* Elements first, first + step, ... of a row of `count`, and zeros past its end. One branch on the
  * dtype serves all N loads, so they all start before the first must have arrived. */
-template <typename T, typename real, int N>
-__device__ __forceinline__ void load_as(real (&x)[N], const char *from, int first, int step,
-                                        int count)
-{
-    T y[N];
-#pragma unroll
-    for (int j = 0; j < N; j++)
-        if (first + step * j < count) y[j] = ((const T *)from)[first + step * j];
-#pragma unroll
-    for (int j = 0; j < N; j++) x[j] = first + step * j < count ? (real)(float)y[j] : 0;
-}
-
-template <typename real, int N>
+template <la_dtypes OF, typename real, int N>
 __device__ __forceinline__ void load_row(real (&x)[N], const char *from, la_dtype dtype, int first,
                                          int step, int count)
 {
-    if (dtype == LA_F64) {
+    with_type<OF, real>(dtype, [&](auto *type) {
+        typedef decltype(type) pointer;
+        typedef std::remove_pointer_t<pointer> T;
+        typedef std::conditional_t<sizeof(T) == 8, double, float> number;
+        T y[N];
 #pragma unroll
         for (int j = 0; j < N; j++)
-            x[j] = first + step * j < count ? (real)((const double *)from)[first + step * j] : 0;
-    } else if (dtype == LA_F32) {
-        load_as<float>(x, from, first, step, count);
-    } else if (dtype == LA_F16) {
-        load_as<__half>(x, from, first, step, count);
-    } else {
-        load_as<__nv_bfloat16>(x, from, first, step, count);
-    }
+            if (first + step * j < count) y[j] = ((pointer)from)[first + step * j];
+#pragma unroll
+        for (int j = 0; j < N; j++) x[j] = first + step * j < count ? (real)(number)y[j] : 0;
+    });
+}
+
+/* Store x as these elements of a row. */
+template <la_dtypes OF, typename real, int N>
+__device__ __forceinline__ void store_row(const real (&x)[N], char *to, la_dtype dtype, int first,
+                                          int step, int count)
+{
+    with_type<OF, real>(dtype, [&](auto *type) {
+        typedef decltype(type) pointer;
+        typedef std::remove_pointer_t<pointer> T;
+        typedef std::conditional_t<sizeof(T) == 8, double, float> number;
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            if (first + step * j < count) ((pointer)to)[first + step * j] = (T)(number)x[j];
+    });
 }
 
 /* The same in two steps, for numbers that are not needed yet: first the bits, then the number. */

@@ -195,11 +195,9 @@ __device__ __noinline__ void pair_by_tokens(const call &c, const unit &u, int t,
     }
     for (int i = 0; i < n; i++) {
         float squares_q = 0, squares_k = 0, qk = 0;
+        load_keys_of_quad<element>(q, at(c.x[LA_Q], u.b, t + i, u.h), c.x[LA_Q].stride[3], c.K);
+        load_keys_of_quad<element>(k, at(c.x[LA_K], u.b, t + i, u.h), c.x[LA_K].stride[3], c.K);
         for (int j = 0; j < KEYS; j++) {
-            const int key = j / 2 * 8 + pair + j % 2;
-            const bool there = key < c.K;
-            q[j] = there ? load<float>(at(c.x[LA_Q], u.b, t + i, u.h, key), ELEMENT_DTYPE) : 0;
-            k[j] = there ? load<float>(at(c.x[LA_K], u.b, t + i, u.h, key), ELEMENT_DTYPE) : 0;
             squares_q += q[j] * q[j];
             squares_k += k[j] * k[j];
         }

@@ -54,11 +54,9 @@ __device__ void store_key_gradient(const call &c, const view &from, const view &
 {
     const int lane = threadIdx.x % 32;
     real x[KEYS];
-    load_row(x, at(from, b, t, h), from.dtype, lane, 32, c.K);
+    load_row<LA_DTYPE_OF_Q>(x, at(from, b, t, h), from.dtype, lane, 32, c.K);
     key_gradient(c, map, x, dx);
-#pragma unroll
-    for (int j = 0; j < KEYS; j++)
-        if (lane + 32 * j < c.K) store(at(to, b, t, h, lane + 32 * j), to.dtype, dx[j]);
+    store_row<LA_DTYPE_OF_Q>(dx, at(to, b, t, h), to.dtype, lane, 32, c.K);
 }
 
 /* A warp has a token of one q/k head, and of the value heads that read it. */
@@ -110,19 +108,16 @@ static __global__ void __launch_bounds__(128)
     };
     constexpr bool PLAIN = is_plain<DECAY, RULE>;
     real x[KEYS];
-    if (!PLAIN || t < c.queries) {
-        add_partials(f.dq, own * group * f.tiles, group * f.tiles, x);
-        store_key_gradient<KEYS>(c, c.x[LA_Q], d[LA_DQ], 0, b, t, h, x);
-    }
-    if (!PLAIN || t < c.keys) {
-        add_partials(f.dk, own * group * f.tiles, group * f.tiles, x);
-        store_key_gradient<KEYS>(c, c.x[LA_K], d[LA_DK], 1, b, t, h, x);
+#pragma unroll 1
+    for (int map = 0; map < 2; map++) {
+        if (PLAIN && t >= (map ? c.keys : c.queries)) continue;
+        add_partials(map ? f.dk : f.dq, own * group * f.tiles, group * f.tiles, x);
+        store_key_gradient<KEYS>(c, c.x[map ? LA_K : LA_Q], d[map ? LA_DK : LA_DQ], map, b, t, h,
+                                 x);
     }
     const auto store_plain = [&](const real *from, const view &to) {
         add_partials(from, own * group * f.tiles, group * f.tiles, x);
-#pragma unroll
-        for (int j = 0; j < KEYS; j++)
-            if (lane + 32 * j < c.K) store(at(to, b, t, h, lane + 32 * j), to.dtype, x[j]);
+        store_row<LA_DTYPE_OF_Q>(x, at(to, b, t, h), to.dtype, lane, 32, c.K);
     };
     if constexpr (is_summed<DECAY, RULE, RARE>(OF_X)) store_plain(f.dx, d[LA_DX]);
     if constexpr (is_summed<DECAY, RULE, RARE>(OF_Y)) store_plain(f.dy, d[LA_DY]);
@@ -131,12 +126,11 @@ static __global__ void __launch_bounds__(128)
         if constexpr (DECAY == LA_KEY) {
             real g[KEYS];
             add_partials(f.da, first, f.tiles, x);
-            load_row(g, at(c.x[LA_G], b, t, hv), c.x[LA_G].dtype, lane, 32, c.K);
+            load_row<LA_DTYPE_FLOAT>(g, at(c.x[LA_G], b, t, hv), c.x[LA_G].dtype, lane, 32, c.K);
 #pragma unroll
             for (int j = 0; j < KEYS; j++)
-                if (lane + 32 * j < c.K)
-                    store(at(d[LA_DG], b, t, hv, lane + 32 * j), d[LA_DG].dtype,
-                          gate_gradient(x[j], decay_of(g[j], c.gate), d.gate));
+                x[j] = gate_gradient(x[j], decay_of(g[j], c.gate), d.gate);
+            store_row<LA_DTYPE_FLOAT>(x, at(d[LA_DG], b, t, hv), d[LA_DG].dtype, lane, 32, c.K);
         }
         if (is_summed<DECAY, RULE>(OF_SCALAR) && !d.per_head && lane == 0) {
             const real a = decay_of(load<real>(at(c.x[LA_G], b, t, hv), c.x[LA_G].dtype), c.gate);

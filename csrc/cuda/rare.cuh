@@ -43,21 +43,13 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS) rare(const __grid_cons
         return;
     }
     real S[ROWS], Y[PAIR ? ROWS : 1], M0[PAIR ? ROWS : 1];
-    const auto each_row = [&](const view &x, auto work) {
-#pragma unroll
-        for (int i = 0; i < ROWS; i++) {
-            const int key = part * ROWS + i;
-            const bool there = x.data && key < c.K && mine;
-            work(i, there ? at(x, u.n, u.hv, key, column) : NULL);
-        }
+    const auto load_both = [&](const view &from, real(&x)[ROWS]) {
+        const state_of_head state(c, from, u.n, u.hv);
+        load_numbers(x, from.dtype, [&](int i) { return state.place(part * ROWS + i, column); });
     };
-    const auto load_both = [&](const view &x, real *to) {
-        each_row(x, [&](int i, const char *from) { to[i] = from ? load<real>(from, x.dtype) : 0; });
-    };
-    const auto store_both = [&](const view &x, const real *from) {
-        each_row(x, [&](int i, char *to) {
-            if (to) store(to, x.dtype, from[i]);
-        });
+    const auto store_both = [&](const view &to, const real(&x)[ROWS]) {
+        const state_of_head state(c, to, u.n, u.hv);
+        store_numbers(x, to.dtype, [&](int i) { return state.place(part * ROWS + i, column); });
     };
     load_both(c.x[LA_S0], S);
     if constexpr (PAIR) load_both(c.x[LA_Y0], Y);

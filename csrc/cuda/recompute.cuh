@@ -34,6 +34,7 @@
 #define LINATTN_CUDA_RECOMPUTE_CUH
 
 #include "recompute_rows.cuh"
+#include "states_in_chunks.cuh"
 
 /* A chunk at work: where its parts lie, and the part of this thread. */
 struct adjoint_chunk {
@@ -397,21 +398,13 @@ chunks_for_adjoint(const call &c, const gradients &d, const chunks &w, const bac
     float S[KEYS / 8][4];
     const view &from = BACKWARD ? d[LA_DST] : c.x[LA_S0];
     const view &from_Y = BACKWARD ? d[LA_DYT] : c.x[LA_Y0];
+    load_state<DECAY>(S, c, from, from_Y, p.u.n, p.u.hv * segments + p.segment, first_key, p.v0,
+                      p.columns);
+    if (NARROW && BACKWARD)
 #pragma unroll
-    for (int i = 0; i < KEYS / 8; i++)
+        for (int i = 0; i < KEYS / 8; i++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            const int column = p.lane / 4 + e / 2 * 8;
-            const int row = first_key + i * 8 + p.lane % 4 * 2 + e % 2;
-            const view &x = state_of_row<DECAY>(from, from_Y, row);
-            const int key = key_of_row<DECAY>(row);
-            S[i][e] = x.data && column < p.columns && key < c.K
-                          ? load<float>(at(x, p.u.n, p.u.hv * segments + p.segment, key,
-                                           p.v0 + column),
-                                        x.dtype)
-                          : 0;
-            if (NARROW && BACKWARD) S[i][e] *= up_of(d);
-        }
+            for (int e = 0; e < 4; e++) S[i][e] *= up_of(d);
 
     int stage_at = 0, round = 0;
     for (int step = 0; step < p.own_chunks; step++) {
@@ -500,17 +493,8 @@ chunks_for_adjoint(const call &c, const gradients &d, const chunks &w, const bac
 #endif
     if (BACKWARD && p.segment == 0) {
         const result_range out(d);
-#pragma unroll
-        for (int i = 0; i < KEYS / 8; i++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int column = p.lane / 4 + e / 2 * 8;
-                const int row = first_key + i * 8 + p.lane % 4 * 2 + e % 2;
-                const view &to = state_of_row<DECAY>(d[LA_DS0], d[LA_DY0], row);
-                const int key = key_of_row<DECAY>(row);
-                if (to.data && column < p.columns && key < c.K)
-                    store(at(to, p.u.n, p.u.hv, key, p.v0 + column), to.dtype, out(S[i][e]));
-            }
+        store_state<DECAY>(S, c, d[LA_DS0], d[LA_DY0], p.u.n, p.u.hv, first_key, p.v0, p.columns,
+                           out);
     }
 }
 

@@ -65,60 +65,28 @@ __device__ __forceinline__ int transposed_at(const seat &at)
     return piece_at(at.lane / 16 * 8 + at.lane % 8, at.warp * 2 + at.lane / 8 % 2);
 }
 
-/* S' [16 columns][8 N] of a warp: a thread has columns lane / 4 and + 8, keys 8 i + pair and + 1. Where
- * its numbers lie in an array of states. */
-struct numbers_of_state {
-    char *first;             /* of column lane / 4 and key `pair` */
-    int64_t key, to_columns; /* bytes from a key to the next one, and over eight columns */
-    int keys, columns;       /* how many there are from the first one on */
-
-    __device__ __forceinline__ numbers_of_state(const call &c, const view &x, const unit &u,
-                                                int first_column, int columns_of_warp)
-    {
-        const int column = threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2;
-        first = at(x, u.n, u.hv, pair, first_column + column);
-        key = x.stride[2] * la_size_of(x.dtype);
-        to_columns = 8 * x.stride[3] * la_size_of(x.dtype);
-        keys = c.K - pair;
-        columns = columns_of_warp - column;
-    }
-    __device__ __forceinline__ bool has(int i, int e) const
-    {
-        return e / 2 * 8 < columns && i * 8 + e % 2 < keys;
-    }
-    template <typename T> __device__ __forceinline__ T &number(int i, int e) const
-    {
-        return *(T *)(first + (i * 8 + e % 2) * key + e / 2 * to_columns);
-    }
-};
-
-/* Initial states beside arrays of 16 or 32 bits are float32 or bfloat16 (check.c). The dtype is asked for
- * once: asked for each number, it made more code than a walk has. */
+/* Load and store the state of a walk. Its decays are none or scalar. */
 template <int N>
 __device__ __forceinline__ void load_state(const call &c, const unit &u, int first_column,
                                            int columns, float (&S)[N][4])
 {
     const view &from = c.x[LA_S0];
-    const numbers_of_state x(c, from, u, first_column, from.data ? columns : 0);
-    if (from.dtype == LA_BF16)
+    const numbers_of_state x(c, from, u.n, u.hv, 0, first_column, columns);
+    with_type<LA_DTYPE_STORED, float>(from.dtype, [&](auto *type) {
+        typedef std::remove_pointer_t<decltype(type)> T;
 #pragma unroll
         for (int i = 0; i < N; i++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
-                S[i][e] = x.has(i, e) ? (float)x.number<const __nv_bfloat16>(i, e) : 0;
-    else
-#pragma unroll
-        for (int i = 0; i < N; i++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) S[i][e] = x.has(i, e) ? x.number<const float>(i, e) : 0;
+                S[i][e] = x.has(i, e) ? (float)x.template number<const T>(i, e) : 0;
+    });
 }
 
-/* Final states are float32. */
 template <int N>
 __device__ __forceinline__ void store_state(const call &c, const unit &u, int first_column,
                                             int columns, const float (&S)[N][4])
 {
-    const numbers_of_state x(c, c.x[LA_ST], u, first_column, columns);
+    const numbers_of_state x(c, c.x[LA_ST], u.n, u.hv, 0, first_column, columns);
 #pragma unroll
     for (int i = 0; i < N; i++)
 #pragma unroll

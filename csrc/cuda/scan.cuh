@@ -15,6 +15,7 @@
  * Included by one file per real type. */
 #include "kernels.cuh"
 #include "scan_loader.cuh"
+#include "states.cuh"
 
 #define LA_FN static __device__ __forceinline__
 #define LANE_ZERO 0
@@ -195,22 +196,20 @@ __global__ void __launch_bounds__(most<real, KP>::THREADS)
     const bool loads = warp < have.loaders, ones = PLAIN && warp == have.first + have.workers;
     const bool works = warp >= have.first && warp < have.first + have.workers &&
                        v0 + (warp - have.first) * STRIP * math::STRIPS < c.V;
-    const auto key = [&](int i) { return key_of_row<real, PARTS>(math::part(), i); };
-    const auto column = [&](int w) { return v0 + strip * STRIP + (w ^ math::turn()); };
-    real S[ROWS * STRIP], z[PLAIN ? loader::KEYS : 1];
-#pragma unroll
-    for (int i = 0; i < ROWS * STRIP; i++)
-        S[i] = works && c.x[LA_S0].data && key(i / STRIP) < c.K && column(i % STRIP) < c.V
-                   ? load<real>(at(c.x[LA_S0], u.n, u.hv, key(i / STRIP), column(i % STRIP)),
-                                c.x[LA_S0].dtype)
-                   : 0;
+    const auto number_of = [&](const state_of_head &x, int i) {
+        return x.place(key_of_row<real, PARTS>(math::part(), i / STRIP),
+                       v0 + strip * STRIP + (i % STRIP ^ math::turn()));
+    };
+    const auto number_of_z = [&](const view &x, int i) {
+        const int key = key_of_lane(lane, i);
+        return x.data && key < c.K ? at(x, u.n, u.hv, key) : NULL;
+    };
+    real S[ROWS * STRIP] = {}, z[PLAIN ? loader::KEYS : 1] = {};
+    if (const state_of_head from(c, c.x[LA_S0], u.n, u.hv); from.first && works)
+        load_numbers(S, c.x[LA_S0].dtype, [&](int i) { return number_of(from, i); });
     if constexpr (PLAIN)
-#pragma unroll
-        for (int i = 0; i < loader::KEYS; i++)
-            z[i] =
-                ones && c.x[LA_Z0].data && key_of_lane(lane, i) < c.K
-                    ? load<real>(at(c.x[LA_Z0], u.n, u.hv, key_of_lane(lane, i)), c.x[LA_Z0].dtype)
-                    : 0;
+        if (ones)
+            load_numbers(z, c.x[LA_Z0].dtype, [&](int i) { return number_of_z(c.x[LA_Z0], i); });
 
     /* The noncausal form goes through the keys first, which write, and then through the queries,
      * which read. */
@@ -249,18 +248,11 @@ __global__ void __launch_bounds__(most<real, KP>::THREADS)
         __syncthreads();
     }
 
-    if (c.x[LA_ST].data && works)
-#pragma unroll
-        for (int i = 0; i < ROWS * STRIP; i++)
-            if (key(i / STRIP) < c.K && column(i % STRIP) < c.V)
-                store(at(c.x[LA_ST], u.n, u.hv, key(i / STRIP), column(i % STRIP)),
-                      c.x[LA_ST].dtype, S[i]);
+    if (const state_of_head to(c, c.x[LA_ST], u.n, u.hv); to.first && works)
+        store_numbers(S, c.x[LA_ST].dtype, [&](int i) { return number_of(to, i); });
     if constexpr (PLAIN)
-        if (c.x[LA_ZT].data && ones && tile == 0)
-#pragma unroll
-            for (int i = 0; i < loader::KEYS; i++)
-                if (key_of_lane(lane, i) < c.K)
-                    store(at(c.x[LA_ZT], u.n, u.hv, key_of_lane(lane, i)), c.x[LA_ZT].dtype, z[i]);
+        if (ones && tile == 0)
+            store_numbers(z, c.x[LA_ZT].dtype, [&](int i) { return number_of_z(c.x[LA_ZT], i); });
 }
 
 /* Every tile of columns reads the z of a step, so it changes after all of them are done. */

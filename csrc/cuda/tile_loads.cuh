@@ -247,4 +247,19 @@ template <int THREADS> __device__ __forceinline__ void clear_above(char *tile)
                     make_uint4(0, 0, 0, 0);
 }
 
+/* The numbers of a row that a thread has, where four threads have the row in the layout of sums:
+ * keys 8 i + pair and + 1, and zeros past the last one. */
+template <typename T, int N>
+__device__ __forceinline__ void load_keys_of_quad(float (&x)[N], const char *row, int64_t apart,
+                                                  int keys)
+{
+    const int pair = threadIdx.x % 4 * 2;
+    const T *const from = (const T *)row + pair * apart;
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        const int key = j / 2 * 8 + j % 2;
+        x[j] = pair + key < keys ? (float)from[key * apart] : 0;
+    }
+}
+
 #endif
