@@ -128,6 +128,10 @@ go_by_tokens(float (&O)[8][4], float (&S)[N][4], float (&after)[KP / 2], bool wr
                 S[j][e] = after[place_for_tokens((p.half * N + j) * 4 + e)];
 }
 
+/* A turn of the loop over chunks: it only fetches the first chunk, it works on a chunk, or it works
+ * on the same one again. */
+enum turn { FETCHES, WORKS, REPEATS };
+
 template <int KP, la_decay DECAY, la_rule RULE, form FORM, typename = element>
 __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 32, 1)
     chunks_forward(const __grid_constant__ call c, const __grid_constant__ chunks w,
@@ -176,7 +180,6 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
     first_state(S, p, g, first_key);
 
     int stage_at = 0, round = 0;
-    bool second_time = false;
     int end = C; /* C, or when a chunk is repeated, the first token that the products leave out */
     for (int pass = first_pass; pass < 2; pass++) {
         const bool writes = FORM != NONCAUSAL || pass == 0;
@@ -185,23 +188,32 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
          * it is not. */
         float grow = 1;
         if (NARROW && FORM == NONCAUSAL && reads) grow = shrink_state<HALVES>(S, other);
-#if !HAS_WARP_GROUPS
-        __syncthreads();
-        if (first_chunk < last_chunk) p.fetch(first_chunk, stage_at);
-#endif
-        for (int i = first_chunk; i < last_chunk; i++) {
+        /* Without a producer the warps fetch. With two stages they are one chunk ahead, and the
+         * first turn only fetches. So `fetch`, a sixth of the code, is in one place. There are at
+         * most two stages here (chunk.cuh). */
+        const bool ahead = !HAS_WARP_GROUPS && f.stages > 1;
+        turn now = ahead ? FETCHES : WORKS;
+        for (int i = first_chunk - ahead; i < last_chunk; i++) {
             char *room = shared + stage_at * p.bytes;
             const uint32_t base = address_of(room);
             const int t = u.begin + i * C, n = min(C, u.end - t);
 #if HAS_WARP_GROUPS
             barrier_wait(address_of(news.full + stage_at), round);
-            if (n < C && !second_time) p.clear_tail(room, n);
+            if (n < C && now != REPEATS) p.clear_tail(room, n);
 #else
-            if (!second_time) {
+            if (now != REPEATS) {
                 copies_wait<0>();
                 __syncthreads(); /* chunk i is there, and every warp is done with chunk i - 1 */
-                if (f.stages > 1 && i + 1 < last_chunk)
-                    p.fetch(i + 1, stage_at + 1 == f.stages ? 0 : stage_at + 1);
+                if (i + ahead < last_chunk)
+                    p.fetch(i + ahead, ahead && now == WORKS ? stage_at ^ 1 : stage_at);
+                if (now == FETCHES) {
+                    now = WORKS;
+                    continue;
+                }
+                if (!ahead) {
+                    copies_wait<0>();
+                    __syncthreads();
+                }
                 p.gate_values(room, t, n);
             }
 #endif
@@ -246,7 +258,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
                 for (int m = 0; m < 4; m++) Ut[m] = U[m];
             if (FORM != NONCAUSAL && must_repeat(end, U, Ut, T, s, large, reads,
                                                  news.nonfinite_at[stage_at], p, u, t, n)) {
-                second_time = true;
+                now = REPEATS;
                 i--;
                 continue;
             }
@@ -307,15 +319,10 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
 #if HAS_WARP_GROUPS
             stores_before_copies();
             warp_arrives(address_of(news.empty + stage_at));
-#else
-            if (f.stages == 1) {
-                __syncthreads(); /* every warp is done with the only stage */
-                if (i + 1 < last_chunk) p.fetch(i + 1, 0);
-            }
 #endif
             if (++stage_at == f.stages) stage_at = 0, round ^= 1;
             end = C;
-            second_time = false;
+            now = WORKS;
         }
         if (NARROW && FORM == NONCAUSAL && reads)
 #pragma unroll

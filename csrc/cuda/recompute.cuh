@@ -384,8 +384,6 @@ chunks_for_adjoint(const call &c, const gradients &d, const chunks &w, const bac
         return;
     }
     registers_up_to<232>();
-#else
-    if (p.own_chunks > 0) p.fetch(0, 0);
 #endif
 
     const float scale = (float)c.scale;
@@ -407,7 +405,10 @@ chunks_for_adjoint(const call &c, const gradients &d, const chunks &w, const bac
             for (int e = 0; e < 4; e++) S[i][e] *= up_of(d);
 
     int stage_at = 0, round = 0;
-    for (int step = 0; step < p.own_chunks; step++) {
+    /* Without a producer the warps fetch. With two stages they are one chunk ahead, and the first
+     * turn only fetches. So `fetch` is in one place. */
+    const int ahead = !HAS_WARP_GROUPS && stages > 1;
+    for (int step = -ahead; step < p.own_chunks; step++) {
         int thread = threadIdx.x;
         /* Asked for anew in each chunk: what follows from it would take registers from the sums. */
         if (DECAY == LA_TOKEN) asm volatile("" : "+r"(thread));
@@ -421,7 +422,13 @@ chunks_for_adjoint(const call &c, const gradients &d, const chunks &w, const bac
 #else
         copies_wait<0>();
         __syncthreads(); /* the chunk is there, and every warp is done with the one before */
-        if (stages > 1 && step + 1 < p.own_chunks) p.fetch(step + 1, stage_at ^ 1);
+        if (step + ahead < p.own_chunks)
+            p.fetch(step + ahead, ahead && step >= 0 ? stage_at ^ 1 : stage_at);
+        if (step < 0) continue;
+        if (!ahead) {
+            copies_wait<0>();
+            __syncthreads();
+        }
 #endif
         const adjoint_chunk x = {
             room,
@@ -480,11 +487,6 @@ chunks_for_adjoint(const call &c, const gradients &d, const chunks &w, const bac
 #if HAS_WARP_GROUPS
         stores_before_copies();
         warp_arrives(address_of(news.empty + stage_at));
-#else
-        if (stages == 1) {
-            __syncthreads(); /* every warp is done with the only stage */
-            if (step + 1 < p.own_chunks) p.fetch(step + 1, 0);
-        }
 #endif
         if (++stage_at == stages) stage_at = 0, round ^= 1;
     }
