@@ -9,7 +9,7 @@ from support.compare import leaves
 from support.gpu import APART, distance, gpu_problem, needs_gpu, ops, run
 from support.processes import environment
 from support.tensors import torch
-from support.variants import RARE
+from support.variants import PREDICTS, RARE
 
 import linattn
 from linattn import _linattn
@@ -28,6 +28,11 @@ try:
 except ValueError as error:
     torch.save((str(error), None), path)
 """
+
+
+def is_hopper():
+    """Do calls take Hopper's kernels, which have more shared memory in a block?"""
+    return torch.cuda.get_device_capability() == (9, 0) and "90a" in _linattn.CUDA_ARCHS
 
 
 # On Hopper: the gradient of gamma by chunks, beside that token by token (docs/decisions/0057).
@@ -49,7 +54,7 @@ def test_a_block_with_less_shared_memory(op, pass_, K, V, tmp_path, request):
     f = getattr(linattn, op if pass_ == "forward" else f"{op}_backward")
     # on Hopper the gradients of a chunk take more than that, and so does a chunk of 128 keys of two
     # states
-    of_hopper = torch.cuda.get_device_capability() == (9, 0) and "90a" in _linattn.CUDA_ARCHS
+    of_hopper = is_hopper()
     if of_hopper and (op, pass_, K, V) == MISSES:
         why = "a sum that cancels: the gradient of a head's gamma is 4.5 % off"
         request.applymarker(pytest.mark.xfail(reason=why, strict=True))
@@ -58,6 +63,23 @@ def test_a_block_with_less_shared_memory(op, pass_, K, V, tmp_path, request):
         assert kernel == linattn.explain_kernel(f, **x).kernel
     for a, b in zip(leaves(tuple(got)), want, strict=True):
         assert distance(a, b) <= APART["bfloat16"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("K", [72, 128])
+@pytest.mark.parametrize("op", PREDICTS)
+def test_a_look_of_its_own_with_less_shared_memory(op, K, dtype, tmp_path):
+    """With rows of x there is no room for 128 keys, so a block takes 64."""
+    x = gpu_problem(op, dtype=dtype, pass_="backward", T=300, H=2, HV=4, K=K, V=64)
+    x["x"] = torch.nn.functional.normalize(x["k"].float() + 0.1, dim=-1).to(x["k"].dtype)
+    want, path = run(op, x, "backward"), tmp_path / "arrays"
+    torch.save(x, path)
+    command = [sys.executable, "-c", CHILD, op, "backward", path]
+    subprocess.run(command, check=True, env=environment(LINATTN_SHARED_LIMIT=str(SMALL)))
+    got, kernel = torch.load(path)
+    assert kernel == "chunks" or is_hopper()
+    for a, b in zip(leaves(tuple(got)), want, strict=True):
+        assert distance(a, b) <= APART[dtype]
 
 
 @pytest.mark.parametrize(("dtype", "K"), [("float64", 64), ("float64", 200), ("float32", 200)])
@@ -109,7 +131,7 @@ def goes_in_chunks(op, dtype, K, pass_, with_x, small):
         return K <= (64 if small else 128)
     if pass_ == "backward":
         most = {"bfloat16": 128 if small else 256, "float16": 128, "tf32": 0}[dtype]
-        return K <= (64 if small and with_x and not keys else most)
+        return K <= most
     if dtype == "tf32":
         return K <= (64 if small and (keys or kind.rule == "delta") else 128)
     return K <= (128 if small and (keys or with_x) else 256)
@@ -117,7 +139,7 @@ def goes_in_chunks(op, dtype, K, pass_, with_x, small):
 
 @pytest.mark.parametrize("limit", [SMALL, 163 << 10])
 def test_calls_that_fit(limit):
-    if torch.cuda.get_device_capability() == (9, 0) and "90a" in _linattn.CUDA_ARCHS:
+    if is_hopper():
         pytest.skip("Hopper's kernels take more shared memory")
     env = environment(LINATTN_SHARED_LIMIT=str(limit))
     command = [sys.executable, "-c", KERNELS]

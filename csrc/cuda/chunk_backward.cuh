@@ -38,49 +38,55 @@ template <int KP> constexpr int scalar_keys = KP > 128 ? 128 : KP;
  * float16 its rows of dq are not scaled back yet, so it cannot. */
 template <int KP> constexpr bool finds_d_den = KP == scalar_keys<KP> && !NARROW;
 
-template <int KP, la_decay DECAY, la_rule RULE, bool HAS_X>
-constexpr auto intra_chunk_adjoint_with()
-{
-    if constexpr (DECAY == LA_PAIR)
-        return intra_chunk_adjoint_pair<KP / (2 * PANEL)>;
-    else if constexpr (DECAY == LA_KEY)
-        return intra_chunk_adjoint_key<(KP > 128 ? 256 : 128), RULE>;
-    else
-        return intra_chunk_adjoint_scalar<scalar_keys<KP>, DECAY, RULE, HAS_X,
-                                          KP / scalar_keys<KP>>;
-}
-
-/* The parts of the gradient of a gate per token, each of some of the keys. */
-template <int KP, la_decay DECAY>
-constexpr int parts_of_da = DECAY == LA_PAIR    ? KP / (2 * PANEL)
-                            : DECAY == LA_TOKEN ? KP / scalar_keys<KP>
-                                                : 1;
-
 /* The last kernel of a call: its blocks for a chunk of a head, and their shared memory. */
 struct intra_launch {
     void (*kernel)(call, gradients, chunks, backward_maps, kept, intra_flags);
     int blocks, threads, bytes; /* blocks: parts of the keys, where a block stays */
+    int parts_of_da; /* of the gradient of a gate per token: sums over some of the keys each */
     bool stays; /* a block takes one chunk after another, so there is one for each processor */
 };
+
+/* Decays that are none or scalar. A block has OWN keys. */
+template <int KP, int OWN, la_decay DECAY, la_rule RULE, bool HAS_X>
+static intra_launch intra_chunk_adjoint_of_keys(const device_traits &on)
+{
+    constexpr int PARTS = KP / OWN;
+    const size_t room = on.producers ? sizeof(intra_room<OWN, RULE, true>)
+                                     : sizeof(intra_room<OWN, RULE, false>);
+    return {intra_chunk_adjoint_scalar<OWN, DECAY, RULE, HAS_X, PARTS>,
+            PARTS,
+            INTRA_THREADS,
+            (int)room + (HAS_X ? tile_bytes(OWN) : 0),
+            DECAY == LA_TOKEN ? PARTS : 1,
+            on.producers > 0};
+}
 
 template <int KP, la_decay DECAY, la_rule RULE>
 static intra_launch intra_chunk_adjoint_of(const call &c, const device_traits &on)
 {
-    if constexpr (DECAY == LA_PAIR)
-        return {intra_chunk_adjoint_with<KP, DECAY, RULE, false>(), KP / (2 * PANEL), INTRA_THREADS,
-                (int)sizeof(intra_pair_room), false};
-    const bool has_x = RULE == LA_DELTA && c.x[LA_X].data;
-    const auto kernel = has_x ? intra_chunk_adjoint_with<KP, DECAY, RULE, RULE == LA_DELTA>()
-                              : intra_chunk_adjoint_with<KP, DECAY, RULE, false>();
-    if (DECAY == LA_KEY)
-        return {kernel, KP / KEYS, intra_key_threads<RULE>,
-                intra_key_bytes<RULE>((int)div_up(c.V, PANEL), on.producers), false};
-    constexpr int keys = scalar_keys<KP>;
-    return {kernel, KP / keys, INTRA_THREADS,
-            (int)(on.producers ? sizeof(intra_room<keys, RULE, true>)
-                               : sizeof(intra_room<keys, RULE, false>)) +
-                (has_x ? tile_bytes(keys) : 0),
-            on.producers > 0};
+    if constexpr (DECAY == LA_PAIR) {
+        constexpr int parts = KP / (2 * PANEL);
+        return {intra_chunk_adjoint_pair<parts>, parts, INTRA_THREADS, (int)sizeof(intra_pair_room),
+                parts, false};
+    } else if constexpr (DECAY == LA_KEY) {
+        return {intra_chunk_adjoint_key<(KP > 128 ? 256 : 128), RULE>,
+                KP / KEYS,
+                intra_key_threads<RULE>,
+                intra_key_bytes<RULE>((int)div_up(c.V, PANEL), on.producers),
+                1,
+                false};
+    } else {
+        constexpr int OWN = scalar_keys<KP>;
+        if (RULE != LA_DELTA || !c.x[LA_X].data)
+            return intra_chunk_adjoint_of_keys<KP, OWN, DECAY, RULE, false>(on);
+        const intra_launch with_x =
+            intra_chunk_adjoint_of_keys<KP, OWN, DECAY, RULE, RULE == LA_DELTA>(on);
+        /* with rows of x, 128 keys take more than 99 KiB */
+        if constexpr (KP == 128 && RULE == LA_DELTA)
+            if (!on.producers && with_x.bytes > on.room)
+                return intra_chunk_adjoint_of_keys<KP, 64, DECAY, RULE, true>(on);
+        return with_x;
+    }
 }
 
 static void narrow(call &c, gradients &d, int h, int n)
@@ -94,6 +100,7 @@ static void narrow(call &c, gradients &d, int h, int n)
 }
 
 struct backward_scratch {
+    intra_launch intra;
     chunks w;
     kept f;
     intra_flags to;
@@ -128,7 +135,7 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
     const bool copies_do = normalised || NARROW;
     const bool all = !c.states_only; /* else nothing is for the last kernel */
     const bool has_bonus = DECAY == LA_KEY && !predicts && c.x[LA_U].data;
-    const int64_t da_parts = parts_of_da<KP, DECAY>;
+    const int64_t da_parts = x->intra.parts_of_da;
     w.chunk_slots = (int)chunk_slots;
     w.heads = heads;
     to.kp = (c.K + 31) / 32 * 32;
@@ -219,7 +226,7 @@ static cudaError_t launch_turn(const call &given, const gradients &given_d,
     gradients d = given_d;
     const bool normalised = is_normalised(&c, DECAY, RULE);
     const auto prepare = prepare_of<KP, DECAY, RULE>();
-    const intra_launch intra = intra_chunk_adjoint_of<KP, DECAY, RULE>(c, on);
+    const intra_launch &intra = x.intra;
     const int64_t places = (int64_t)x.w.chunk_slots * c.HV, tokens = (int64_t)c.B * c.T;
     cudaError_t error = cudaSuccess;
     if (x.rows && tokens) {
@@ -288,7 +295,7 @@ static cudaError_t launch_turn(const call &given, const gradients &given_d,
     if (error == cudaSuccess && DECAY == LA_KEY && RULE == LA_ADDITIVE && c.x[LA_U].data)
         error = launch(join_bonus, div_up(c.K, 32) * c.H, 256, 0, stream, c, d, x.to.dbonus, KP,
                        x.w.chunk_slots);
-    if (error == cudaSuccess && parts_of_da<KP, DECAY> > 1)
+    if (error == cudaSuccess && intra.parts_of_da > 1)
         error = launch(join_gates, div_up(states_of<DECAY> * tokens * c.HV, 256), 256, 0, stream, c,
                        d, x.to.da, intra.blocks, states_of<DECAY>);
     if (error == cudaSuccess && d.per_head) error = reduce_gates(c, d, x.to.da, stream);
@@ -438,8 +445,8 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
                 c, d[LA_DO], d[LA_DST], d[LA_DS0], on, pool, stream);
             if (alone != cudaErrorNotSupported) return alone;
         }
-    if (prepare_bytes<KP, DECAY, RULE>(has_x) > on.room ||
-        intra_chunk_adjoint_of<KP, DECAY, RULE>(c, on).bytes > on.room ||
+    const intra_launch intra = intra_chunk_adjoint_of<KP, DECAY, RULE>(c, on);
+    if (prepare_bytes<KP, DECAY, RULE>(has_x) > on.room || intra.bytes > on.room ||
         stages_both_ways<KP, DECAY, RULE>(c, on, 4) == 0)
         return cudaErrorNotSupported; /* nothing has been done */
     /* intra_chunk_adjoint_key computes the gradient of the logarithm; it cannot be divided by a
@@ -452,7 +459,7 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
     };
     if (!fits(c.x[LA_V], c.HV, c.V) || !fits(d[LA_DO], c.HV, c.V)) return cudaErrorNotSupported;
     const bool plain = rows_are_as_given(c);
-    backward_scratch x = {};
+    backward_scratch x = {intra};
     x.maps_rows = !plain && KP <= 128 && !has_x && DECAY != LA_PAIR &&
                   2 * (int64_t)c.B * c.T * c.H <= INT32_MAX;
     const bool mapped = x.maps_rows && c.K % PIECE == 0; /* each row begins at 16 bytes */
@@ -466,7 +473,6 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
     x.to.elu = elu;
     /* The last kernel adds up the value heads of a q/k head if its blocks stay, and if there are two
      * groups of value heads for each of them. */
-    const intra_launch intra = intra_chunk_adjoint_of<KP, DECAY, RULE>(c, on);
     const int64_t groups = chunk_slots_of(c, C) * c.H * intra.blocks;
     const bool adds_up =
         (plain || undoes) && !normalised && intra.stays && groups >= 2 * (int64_t)on.processors;
