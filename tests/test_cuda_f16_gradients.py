@@ -13,11 +13,7 @@ from linattn.testing import assert_accurate
 
 pytestmark = needs_gpu
 
-OPS = [
-    op
-    for op, kind in linattn.VARIANTS.items()
-    if kind.rule in ("additive", "delta") and kind.decay != "pair"
-]
+OPS = [op for op, kind in linattn.VARIANTS.items() if kind.rule != "dplr" and kind.decay != "pair"]
 ops = pytest.mark.parametrize("op", [*OPS, PLAIN])
 
 
@@ -53,7 +49,7 @@ def state_times(x, name, factor):
     return {name: over_arrays(lambda a: a * factor, x[name])}
 
 
-@pytest.mark.parametrize("K, V", [(64, 128), (128, 64), (128, 200), (40, 72)])
+@pytest.mark.parametrize("K, V", [(64, 128), (128, 64), (128, 200), (40, 72), (200, 64)])
 @pytest.mark.parametrize("H, HV", [(2, 2), (2, 4)])
 @ops
 def test_as_token_by_token(op, H, HV, K, V):
@@ -67,17 +63,19 @@ def test_as_token_by_token(op, H, HV, K, V):
     assert_same_bits(gradients(op, x), got)
 
 
+@pytest.mark.parametrize("K", [128, 256])
 @ops
-def test_norms_and_maps(op):
-    x = f16_problem(op, K=128)
+def test_norms_and_maps(op, K):
+    x = f16_problem(op, K=K)
     x |= {"qk_l2norm": True} if op != PLAIN else {"feature_map": "elu+1"}
     for a, b in zip(gradients(op, x), gradients(op, x, mode="recurrent"), strict=True):
         assert distance(a, b) < APART["float16"]
 
 
+@pytest.mark.parametrize("K", [128, 200])
 @pytest.mark.parametrize("op", [op for op in OPS if op in PREDICTS])
-def test_a_look_of_its_own(op):
-    x = f16_problem(op, K=128)
+def test_a_look_of_its_own(op, K):
+    x = f16_problem(op, K=K)
     x["x"] = torch.nn.functional.normalize(x["k"].float() + 0.1, dim=-1).to(x["k"].dtype)
     for a, b in zip(gradients(op, x), gradients(op, x, mode="recurrent"), strict=True):
         assert distance(a, b) < APART["float16"]
@@ -189,9 +187,10 @@ def test_no_tokens(op):
 
 
 def test_others_say_why():
-    for op, x in (
-        (OPS[-1], f16_problem(OPS[-1], K=200)),
-        (NORMALISED[0], f16_problem(NORMALISED[0]) | {"causal": False}),
-    ):
-        told = linattn.explain_kernel(getattr(linattn, f"{op}_backward"), **x)
+    """Why float16 gradients of noncausal calls and of DPLR go token by token."""
+    dplr = next(op for op, kind in linattn.VARIANTS.items() if kind.rule == "dplr")
+    for op, options in ((NORMALISED[0], {"causal": False}), (dplr, {})):
+        told = linattn.explain_kernel(
+            getattr(linattn, f"{op}_backward"), **f16_problem(op), **options
+        )
         assert told.kernel == "token by token" and "float16 gradients in chunks" in told.why

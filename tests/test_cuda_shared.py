@@ -130,8 +130,7 @@ def goes_in_chunks(op, dtype, K, pass_, with_x, small):
     if pair:
         return K <= (64 if small else 128)
     if pass_ == "backward":
-        most = {"bfloat16": 128 if small else 256, "float16": 128, "tf32": 0}[dtype]
-        return K <= most
+        return dtype != "tf32" and K <= (128 if small else 256)
     if dtype == "tf32":
         return K <= (64 if small and (keys or kind.rule == "delta") else 128)
     return K <= (128 if small and (keys or with_x) else 256)

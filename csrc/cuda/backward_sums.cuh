@@ -118,7 +118,7 @@ static __global__ void __launch_bounds__(256)
     __syncthreads();
     if (warp || key >= c.K) return;
     for (int i = 1; i < WARPS; i++) sum += sums[i][lane];
-    store(at(d[LA_DU], h, key), d[LA_DU].dtype, (float)sum);
+    store(at(d[LA_DU], h, key), d[LA_DU].dtype, result_range(d)((float)sum));
 }
 
 /* Add up the parts of da, which belong to parts of the keys. The sum goes to the array of the gate;

@@ -235,11 +235,8 @@ static const char *why_by_token(const la_problem *p)
     if (dtype == LA_F64) return "tensor cores would round float64";
     if (p->pass == LA_BACKWARD) {
         if (dtype == LA_F32) return "gradients in chunks are those of bfloat16 and float16 arrays";
-        if (dtype == LA_F16) {
-            if (p->K > 128) return "float16 gradients in chunks have at most 128 keys";
-            if (!p->causal || p->rule == LA_DPLR || p->rule == LA_BONUS)
-                return "float16 gradients in chunks are causal, and have no bonus or DPLR";
-        }
+        if (dtype == LA_F16 && (!p->causal || p->rule == LA_DPLR))
+            return "float16 gradients in chunks are causal, and not those of DPLR";
         if (!p->causal && p->K > 128) return "noncausal gradients in chunks have at most 128 keys";
         if (!p->causal && p->T != p->L) return "q has other tokens than k and v";
     }
@@ -436,9 +433,11 @@ static cudaError_t in_reverse_by_token(const la_problem *p, const call &c, const
 static cudaError_t in_reverse_by_chunks(const la_problem *p, const call &c, gradients &d,
                                         cudaMemPool_t pool)
 {
-    /* [float16: none with more keys, or bfloat16][is_wide] */
+    /* [float16, or bfloat16][is_wide] */
     static const backward_launcher *const chunk[2][2][LA_DECAYS] = {
-        {{chunk_backward_none_f16, NULL, chunk_backward_token_f16, chunk_backward_key_f16}},
+        {{chunk_backward_none_f16, NULL, chunk_backward_token_f16, chunk_backward_key_f16},
+         {chunk_backward_none_k256_f16, NULL, chunk_backward_token_k256_f16,
+          chunk_backward_key_k256_f16}},
         {{chunk_backward_none, NULL, chunk_backward_token, chunk_backward_key, chunk_backward_pair},
          {chunk_backward_none_k256, NULL, chunk_backward_token_k256, chunk_backward_key_k256,
           chunk_backward_pair_k256}}};

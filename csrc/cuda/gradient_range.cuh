@@ -128,7 +128,7 @@ static constexpr float LEAST_QUOTIENT = 0x1p-12f;
 
 /* do over the divisors, times `up`, dense. The largest number becomes one from 4 to 8. Sums over 64
  * tokens and 128 keys then have three decimal digits of room above them, and as many below before
- * numbers lose bits. */
+ * numbers lose bits. With 256 keys the room above is one bit less. */
 template <typename = element>
 static __global__ void __launch_bounds__(RANGE_THREADS)
     scale_do(const __grid_constant__ call c, const __grid_constant__ gradients d, const float *den,

@@ -52,6 +52,8 @@ extern const backward_launcher chunk_backward_pair[2], chunk_backward_pair_k256[
 /* The same for 128 < K <= 256. */
 extern const backward_launcher chunk_backward_none_k256[2], chunk_backward_token_k256[2],
     chunk_backward_key_k256[2];
+extern const backward_launcher chunk_backward_none_k256_f16[2], chunk_backward_token_k256_f16[2],
+    chunk_backward_key_k256_f16[2];
 
 /* Gradients of a weight, a gate or a skip of values, around a backward pass that knows none of them
  * (factors.cu). */

@@ -238,12 +238,12 @@ def bits_multiplied(op, dtype, mode, T=64, chunk=None):
 
 
 def gradients_on_tensor_cores(op, dtype, K, V, mode, T=64):
-    """Does a GPU's backward pass multiply on tensor cores? It does in bfloat16, and for some ops in
+    """Does a GPU's backward pass multiply on tensor cores? It does in bfloat16, and for most ops in
     float16. Others are more exact."""
     kind = linattn.VARIANTS[op]
-    in_float16 = kind.rule in ("additive", "delta") and kind.decay != "pair"
-    most = 256 if dtype == ml_dtypes.bfloat16 else 128 if dtype == np.float16 and in_float16 else 0
-    return mode != "recurrent" and T > 0 and 16 <= K <= most and V % 8 == 0
+    in_float16 = kind.rule != "dplr" and kind.decay != "pair"
+    halves = dtype == ml_dtypes.bfloat16 or (dtype == np.float16 and in_float16)
+    return halves and mode != "recurrent" and T > 0 and 16 <= K <= 256 and V % 8 == 0
 
 
 def form_of(case, gpu=False):
