@@ -212,10 +212,6 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS, 1)
     real S[ROWS], dS[ROWS], Y[PAIR ? ROWS : 1], dY[PAIR ? ROWS : 1];
     double dbonus[RULE == LA_BONUS ? ROWS : 1] = {};
 
-    const auto load_both = [&](const view &from, real(&x)[ROWS]) {
-        const state_of_head state(c, from, u.n, u.hv);
-        load_numbers(x, from.dtype, [&](int i) { return state.place(part * ROWS + i, column); });
-    };
     const auto put_state = [&](real *to) {
 #pragma unroll
         for (int i = 0; i < ROWS; i++) to[i * ADJOINT_THREADS] = S[i];
@@ -264,11 +260,11 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS, 1)
     constexpr bool SUMS_UP = kahan_rows<DECAY, RULE, ROWS>::SUMS_UP;
     kahan_rows<DECAY, RULE, ROWS> kahan;
 
-    load_both(c.x[LA_S0], S);
-    load_both(d[LA_DST], dS);
+    load_part(c, c.x[LA_S0], u, part, column, S);
+    load_part(c, d[LA_DST], u, part, column, dS);
     if constexpr (PAIR) {
-        load_both(c.x[LA_Y0], Y);
-        load_both(d[LA_DYT], dY);
+        load_part(c, c.x[LA_Y0], u, part, column, Y);
+        load_part(c, d[LA_DYT], u, part, column, dY);
     }
     if constexpr (is_plain<DECAY, RULE>)
         noncausal_adjoint(c, d, u, s.tokens, part, own_column, column, mine, S, dS, kahan, sums,
@@ -344,12 +340,8 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS, 1)
     }
     if constexpr (RULE == LA_BONUS)
         store_bonus(s, dbonus, f, (int64_t)u.n * f.heads * f.tiles + partial);
-    const auto store_both = [&](const view &to, const real(&x)[ROWS]) {
-        const state_of_head state(c, to, u.n, u.hv);
-        store_numbers(x, to.dtype, [&](int i) { return state.place(part * ROWS + i, column); });
-    };
-    store_both(d[LA_DS0], dS);
-    if constexpr (PAIR) store_both(d[LA_DY0], dY);
+    store_part(c, d[LA_DS0], u, part, column, dS);
+    if constexpr (PAIR) store_part(c, d[LA_DY0], u, part, column, dY);
 }
 
 /* ---- launches ---- */

@@ -59,6 +59,23 @@ template <int ROWS, bool RARE> struct batch : rare_rows<ROWS, RARE> {
     real v[BATCH][COLUMNS], o[BATCH][COLUMNS + 1]; /* the last element of o is the denominator */
 };
 
+/* The part of a state that a thread has: ROWS keys of one column. */
+template <int ROWS>
+__device__ __forceinline__ void load_part(const call &c, const view &from, const unit &u, int part,
+                                          int column, real (&x)[ROWS])
+{
+    const state_of_head state(c, from, u.n, u.hv);
+    load_numbers(x, from.dtype, [&](int i) { return state.place(part * ROWS + i, column); });
+}
+
+template <int ROWS>
+__device__ __forceinline__ void store_part(const call &c, const view &to, const unit &u, int part,
+                                           int column, const real (&x)[ROWS])
+{
+    const state_of_head state(c, to, u.n, u.hv);
+    store_numbers(x, to.dtype, [&](int i) { return state.place(part * ROWS + i, column); });
+}
+
 /* Such calls may be noncausal, and q may then end before k and v, or after them. */
 template <la_decay DECAY, la_rule RULE>
 constexpr bool is_plain = DECAY == LA_NONE && RULE == LA_ADDITIVE;
@@ -163,7 +180,7 @@ __device__ void load_batch(const call &c, const unit &u, int t, int n, int v0,
  * of the compile time. */
 template <la_decay DECAY, la_rule RULE, int ROWS, bool RARE>
 __device__ __noinline__ void call_load_batch(const call &c, const unit &u, int t, int n, int v0,
-                                                batch<ROWS, RARE> &to)
+                                             batch<ROWS, RARE> &to)
 {
     load_batch<DECAY, RULE, ROWS>(c, u, t, n, v0, to);
 }

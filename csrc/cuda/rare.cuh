@@ -43,16 +43,8 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS) rare(const __grid_cons
         return;
     }
     real S[ROWS], Y[PAIR ? ROWS : 1], M0[PAIR ? ROWS : 1];
-    const auto load_both = [&](const view &from, real(&x)[ROWS]) {
-        const state_of_head state(c, from, u.n, u.hv);
-        load_numbers(x, from.dtype, [&](int i) { return state.place(part * ROWS + i, column); });
-    };
-    const auto store_both = [&](const view &to, const real(&x)[ROWS]) {
-        const state_of_head state(c, to, u.n, u.hv);
-        store_numbers(x, to.dtype, [&](int i) { return state.place(part * ROWS + i, column); });
-    };
-    load_both(c.x[LA_S0], S);
-    if constexpr (PAIR) load_both(c.x[LA_Y0], Y);
+    load_part(c, c.x[LA_S0], u, part, column, S);
+    if constexpr (PAIR) load_part(c, c.x[LA_Y0], u, part, column, Y);
     for (int t = u.begin; t < u.end; t += BATCH) {
         const int n = min((int)BATCH, u.end - t);
         __syncthreads(); /* all threads are done with the batch before */
@@ -76,8 +68,8 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS) rare(const __grid_cons
                       finish(c, o, (real)0));
         }
     }
-    store_both(c.x[LA_ST], S);
-    if constexpr (PAIR) store_both(c.x[LA_YT], Y);
+    store_part(c, c.x[LA_ST], u, part, column, S);
+    if constexpr (PAIR) store_part(c, c.x[LA_YT], u, part, column, Y);
 }
 
 template <la_decay DECAY, la_rule RULE, int ROWS>
