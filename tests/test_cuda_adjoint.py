@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 from support.compare import assert_same_bits, leaves, over_arrays
-from support.gpu import APART, PLAIN, distance, gpu_problem, needs_gpu, run
+from support.gpu import APART, PLAIN, distance, gpu_problem, needs_gpu, run, with_look
 from support.problems import PER_TOKEN
 from support.tensors import torch
 from support.variants import (
@@ -83,15 +83,13 @@ def test_a_normaliser(op, HV):
 @pytest.mark.parametrize("HV", [6, 12])
 @pytest.mark.parametrize("op", [op for op in PREDICTS if op not in KEY_DECAY])
 def test_a_look_of_its_own(op, HV, K):
-    x = gpu_problem(op, pass_="backward", **MANY, HV=HV, K=K)
-    x["x"] = torch.nn.functional.normalize(x["k"].float() + 0.1, dim=-1).to(x["k"].dtype)
+    x = with_look(gpu_problem(op, pass_="backward", **MANY, HV=HV, K=K))
     assert_near_recurrent(op, x)
 
 
 @pytest.mark.parametrize("HV", [6, 12])
 def test_a_look_before_the_decay(HV):
-    x = gpu_problem("gated_delta_rule", pass_="backward", **MANY, HV=HV, K=128)
-    x["x"] = torch.nn.functional.normalize(x["k"].float() + 0.1, dim=-1).to(x["k"].dtype)
+    x = with_look(gpu_problem("gated_delta_rule", pass_="backward", **MANY, HV=HV, K=128))
     got = leaves(tuple(linattn.comba_backward(**x)))
     exact = over_arrays(lambda a: a.double() if a.is_floating_point() else a, x)
     want = leaves(tuple(linattn.comba_backward(**exact)))
@@ -122,8 +120,7 @@ def test_rows_that_no_box_takes(op):
     x = gpu_problem(op, pass_="backward", **MANY, HV=12, K=70)
     assert_near_recurrent(op, x)
     if op in PREDICTS:
-        look = torch.nn.functional.normalize(x["k"].float() + 0.1, dim=-1)
-        assert_near_recurrent(op, x | {"x": look.to(x["k"].dtype)})
+        assert_near_recurrent(op, with_look(x))
 
 
 def test_there_are_two_groups_for_each_processor():

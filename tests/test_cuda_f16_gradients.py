@@ -4,7 +4,7 @@ token by token where one of them is too large."""
 import numpy as np
 import pytest
 from support.compare import assert_same_bits, leaves, over_arrays
-from support.gpu import APART, PLAIN, distance, gpu_problem, needs_gpu, run
+from support.gpu import APART, PLAIN, distance, gpu_problem, needs_gpu, run, with_look
 from support.tensors import to_numpy, torch
 from support.variants import NORMALISED, PREDICTS
 
@@ -75,8 +75,7 @@ def test_norms_and_maps(op, K):
 @pytest.mark.parametrize("K", [128, 200])
 @pytest.mark.parametrize("op", [op for op in OPS if op in PREDICTS])
 def test_a_look_of_its_own(op, K):
-    x = f16_problem(op, K=K)
-    x["x"] = torch.nn.functional.normalize(x["k"].float() + 0.1, dim=-1).to(x["k"].dtype)
+    x = with_look(f16_problem(op, K=K))
     for a, b in zip(gradients(op, x), gradients(op, x, mode="recurrent"), strict=True):
         assert distance(a, b) < APART["float16"]
 

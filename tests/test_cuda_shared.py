@@ -1,18 +1,25 @@
 """The plans of devices whose blocks have little shared memory, on any GPU: LINATTN_SHARED_LIMIT."""
 
-import os
 import subprocess
 import sys
 
 import pytest
 from support.compare import leaves
-from support.gpu import APART, distance, gpu_problem, needs_gpu, ops, run
+from support.gpu import (
+    APART,
+    distance,
+    gpu_problem,
+    needs_gpu,
+    on_hopper,
+    ops,
+    run,
+    with_look,
+)
 from support.processes import environment
 from support.tensors import torch
 from support.variants import PREDICTS, RARE
 
 import linattn
-from linattn import _linattn
 
 pytestmark = needs_gpu
 
@@ -30,9 +37,13 @@ except ValueError as error:
 """
 
 
-def is_hopper():
-    """Do calls take Hopper's kernels, which have more shared memory in a block?"""
-    return torch.cuda.get_device_capability() == (9, 0) and "90a" in _linattn.CUDA_ARCHS
+def in_small_blocks(op, x, pass_, folder):
+    """The results of a process whose blocks have 99 KiB, and its kernel; or an error's text."""
+    path = folder / "arrays"
+    torch.save(x, path)
+    command = [sys.executable, "-c", CHILD, op, pass_, path]
+    subprocess.run(command, check=True, env=environment(LINATTN_SHARED_LIMIT=str(SMALL)))
+    return torch.load(path)
 
 
 # On Hopper: the gradient of gamma by chunks, beside that token by token (docs/decisions/0057).
@@ -44,22 +55,18 @@ MISSES = ("retention", "backward", 128, 64)
 @ops
 def test_a_block_with_less_shared_memory(op, pass_, K, V, tmp_path, request):
     x = gpu_problem(op, pass_=pass_, T=300, K=K, V=V)
-    want, path = run(op, x, pass_), tmp_path / "arrays"
+    want = run(op, x, pass_)
     if pass_ == "forward":
         x["output_final_state"] = True
-    torch.save(x, path)
-    command = [sys.executable, "-c", CHILD, op, pass_, path]
-    subprocess.run(command, check=True, env=os.environ | {"LINATTN_SHARED_LIMIT": str(SMALL)})
-    got, kernel = torch.load(path)
+    got, kernel = in_small_blocks(op, x, pass_, tmp_path)
     f = getattr(linattn, op if pass_ == "forward" else f"{op}_backward")
     # on Hopper the gradients of a chunk take more than that, and so does a chunk of 128 keys of two
     # states
-    of_hopper = is_hopper()
-    if of_hopper and (op, pass_, K, V) == MISSES:
+    if on_hopper() and (op, pass_, K, V) == MISSES:
         why = "a sum that cancels: the gradient of a head's gamma is 4.5 % off"
         request.applymarker(pytest.mark.xfail(reason=why, strict=True))
     two_wide_states = linattn.VARIANTS[op].decay == "pair" and K > 64
-    if not two_wide_states and (pass_ == "forward" or not of_hopper):
+    if not two_wide_states and (pass_ == "forward" or not on_hopper()):
         assert kernel == linattn.explain_kernel(f, **x).kernel
     for a, b in zip(leaves(tuple(got)), want, strict=True):
         assert distance(a, b) <= APART["bfloat16"]
@@ -70,14 +77,10 @@ def test_a_block_with_less_shared_memory(op, pass_, K, V, tmp_path, request):
 @pytest.mark.parametrize("op", PREDICTS)
 def test_a_look_of_its_own_with_less_shared_memory(op, K, dtype, tmp_path):
     """With rows of x there is no room for 128 keys, so a block takes 64."""
-    x = gpu_problem(op, dtype=dtype, pass_="backward", T=300, H=2, HV=4, K=K, V=64)
-    x["x"] = torch.nn.functional.normalize(x["k"].float() + 0.1, dim=-1).to(x["k"].dtype)
-    want, path = run(op, x, "backward"), tmp_path / "arrays"
-    torch.save(x, path)
-    command = [sys.executable, "-c", CHILD, op, "backward", path]
-    subprocess.run(command, check=True, env=environment(LINATTN_SHARED_LIMIT=str(SMALL)))
-    got, kernel = torch.load(path)
-    assert kernel == "chunks" or is_hopper()
+    x = with_look(gpu_problem(op, dtype=dtype, pass_="backward", T=300, K=K, V=64))
+    want = run(op, x, "backward")
+    got, kernel = in_small_blocks(op, x, "backward", tmp_path)
+    assert kernel == "chunks" or on_hopper()
     for a, b in zip(leaves(tuple(got)), want, strict=True):
         assert distance(a, b) <= APART[dtype]
 
@@ -86,11 +89,8 @@ def test_a_look_of_its_own_with_less_shared_memory(op, K, dtype, tmp_path):
 @ops
 def test_gradients_token_by_token_with_less_shared_memory(op, dtype, K, tmp_path):
     x = gpu_problem(op, pass_="backward", dtype=dtype, T=70, K=K)
-    want, path = run(op, x, "backward"), tmp_path / "arrays"
-    torch.save(x, path)
-    command = [sys.executable, "-c", CHILD, op, "backward", path]
-    subprocess.run(command, check=True, env=os.environ | {"LINATTN_SHARED_LIMIT": str(SMALL)})
-    got, kernel = torch.load(path)
+    want = run(op, x, "backward")
+    got, kernel = in_small_blocks(op, x, "backward", tmp_path)
     if op in RARE and dtype == "float64":  # documented: they have 130 KiB in a block
         assert got.startswith("q: ") and got.endswith(f"got float64 with K = {K}")
         return
@@ -138,7 +138,7 @@ def goes_in_chunks(op, dtype, K, pass_, with_x, small):
 
 @pytest.mark.parametrize("limit", [SMALL, 163 << 10])
 def test_calls_that_fit(limit):
-    if is_hopper():
+    if on_hopper():
         pytest.skip("Hopper's kernels take more shared memory")
     env = environment(LINATTN_SHARED_LIMIT=str(limit))
     command = [sys.executable, "-c", KERNELS]

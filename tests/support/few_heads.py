@@ -3,15 +3,14 @@
 import numpy as np
 import pytest
 
-from linattn import _linattn
 from support.compare import assert_same_bits, leaves
-from support.gpu import APART, distance, gpu_problem, kernels_of, run
+from support.gpu import APART, distance, gpu_problem, kernels_of, on_hopper, run
 from support.tensors import torch
 
 
 def assert_kernels(op, x, names, pass_="forward"):
     """On Hopper these kernels take the call."""
-    if torch.cuda.get_device_capability() != (9, 0) or "90a" not in _linattn.CUDA_ARCHS:
+    if not on_hopper():
         pytest.skip("only on Hopper")
     found = kernels_of(lambda: run(op, x, pass_))
     assert [name for name in names if name not in found] == []

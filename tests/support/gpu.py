@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import linattn
-from linattn import testing
+from linattn import _linattn, testing
 from support.compare import leaves, over_arrays
 from support.problems import PER_HEAD, problem
 from support.tensors import to_numpy, to_tensor, torch
@@ -49,6 +49,17 @@ def gpu_problem(op, seed=0, *, dtype="bfloat16", pass_="forward", **shape):
         shape["normalize"] = False
     x = over_arrays(to_gpu, problem(op.split(",")[0], pass_, dtype=dtype, seed=seed, **shape))
     return x | {"allow_tf32": True} if tf32 else x
+
+
+def with_look(x):
+    """The problem with an x of its own: a key of unit norm that predicts, and is not written."""
+    look = torch.nn.functional.normalize(x["k"].float() + 0.1, dim=-1)
+    return x | {"x": look.to(x["k"].dtype)}
+
+
+def on_hopper():
+    """Do calls take the kernels that are Hopper's alone?"""
+    return torch.cuda.get_device_capability() == (9, 0) and "90a" in _linattn.CUDA_ARCHS
 
 
 def needs_keys(op, K):
