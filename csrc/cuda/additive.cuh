@@ -431,6 +431,7 @@ __global__ void __launch_bounds__(MOST_GROUPS *GROUP, 1)
     additive_forward(const __grid_constant__ call c, const __grid_constant__ tensor_maps maps,
                      const additive_flags f)
 {
+    threads_below<MOST_GROUPS * GROUP>();
 #if HAS_WARP_GROUPS
     extern __shared__ __align__(1024) char shared[];
     __shared__ meeting s;

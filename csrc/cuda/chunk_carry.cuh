@@ -138,6 +138,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
                    const __grid_constant__ tensor_maps maps, const forward_flags f,
                    const segments g, int tiles)
 {
+    threads_below<(MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 32>();
     typedef stage<KP, DECAY, RULE> part;
     constexpr int HALVES = part::halves, KEYS = part::keys;
     extern __shared__ __align__(1024) char shared[];

@@ -45,6 +45,7 @@ __global__ void __launch_bounds__((WALKS + 2) * GROUP, 1)
     delta_forward(const __grid_constant__ call c, const __grid_constant__ tensor_maps maps,
                   const __grid_constant__ CUtensorMap to_o, const delta_flags f)
 {
+    threads_below<(WALKS + 2) * GROUP>();
 #if HAS_WARP_GROUPS
     extern __shared__ __align__(1024) char shared[];
     delta_room<KP, WALKS> &s = *(delta_room<KP, WALKS> *)shared;

@@ -41,6 +41,7 @@ __global__ void __launch_bounds__(APART_GROUPS *GROUP, 1)
                 const __grid_constant__ CUtensorMap to_o, const delta_flags f,
                 const handed<KP> between, const segments g)
 {
+    threads_below<APART_GROUPS * GROUP>();
 #if HAS_WARP_GROUPS
     extern __shared__ __align__(1024) char shared[];
     enum { OF_GROUP = 4 * ARRIVALS_OF_WARP };

@@ -199,6 +199,7 @@ __global__ void __launch_bounds__((MOST_WALKS + 1) * GROUP, 1)
     delta_ends(const __grid_constant__ call c, const __grid_constant__ tensor_maps maps,
                const handed<KP> from, const segments g, int of_values, int identity, int rows)
 {
+    threads_below<(MOST_WALKS + 1) * GROUP>();
 #if HAS_WARP_GROUPS
     extern __shared__ __align__(1024) char shared[];
     ends_room<KP> &s = *(ends_room<KP> *)shared;

@@ -239,6 +239,7 @@ __global__ void __launch_bounds__((MOST_WALKS + 1) * GROUP, 1)
     delta_starts(const __grid_constant__ call c, const __grid_constant__ tensor_maps maps,
                  const handed<KP> from, int tiles, int walks, int segments, float *between)
 {
+    threads_below<(MOST_WALKS + 1) * GROUP>();
 #if HAS_WARP_GROUPS
     extern __shared__ __align__(1024) char shared[];
     starts_room<KP> &s = *(starts_room<KP> *)shared;
@@ -294,6 +295,7 @@ template <int KP, typename = element>
 __global__ void __launch_bounds__(JOIN_WARPS * 32)
     join_starts(const __grid_constant__ call c, const segments g, int rows, float *between)
 {
+    threads_below<JOIN_WARPS * 32>();
     const int columns = rows_of_ends(c.V), groups = columns / JOINED;
     const int first_column = blockIdx.x % groups * JOINED;
     const int64_t head = blockIdx.x / groups;

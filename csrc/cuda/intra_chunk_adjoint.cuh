@@ -489,6 +489,7 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
                                const __grid_constant__ kept f,
                                const __grid_constant__ intra_flags to)
 {
+    threads_below<INTRA_THREADS>();
     typedef scalar_adjoint<KP, DECAY, RULE, HAS_X, PARTS> stages;
     typedef typename stages::room room;
     constexpr bool delta = stages::delta, hopper = stages::hopper;

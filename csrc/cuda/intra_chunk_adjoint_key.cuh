@@ -455,6 +455,7 @@ __global__ void __launch_bounds__(intra_key_threads<RULE>, RULE == LA_ADDITIVE ?
                             const __grid_constant__ backward_maps maps,
                             const __grid_constant__ kept f, const __grid_constant__ intra_flags to)
 {
+    threads_below<intra_key_threads<RULE>>();
     constexpr bool delta = RULE == LA_DELTA, dplr = RULE == LA_DPLR;
     constexpr int READERS = readers<RULE>, WRITERS = writers<RULE>;
     extern __shared__ __align__(1024) char shared[];

@@ -311,6 +311,7 @@ __global__ void __launch_bounds__(INTRA_THREADS, HAS_WARP_GROUPS + 1)
                              const __grid_constant__ backward_maps maps,
                              const __grid_constant__ kept f, const __grid_constant__ intra_flags to)
 {
+    threads_below<INTRA_THREADS>();
     constexpr int BOTH = 2 * PANEL;
     extern __shared__ __align__(1024) char shared[];
     intra_pair_room &s = *(intra_pair_room *)shared;

@@ -49,6 +49,7 @@ static __global__ void __launch_bounds__(NONCAUSAL_THREADS)
     sum_tokens(const __grid_constant__ call c, const __grid_constant__ gradients d,
                const as_given given, const sums_of_tokens to)
 {
+    threads_below<NONCAUSAL_THREADS>();
     constexpr int SETS = KP / PANEL, THREADS = NONCAUSAL_THREADS;
     extern __shared__ __align__(1024) char shared[];
     sums_stage<KP> *const stages = (sums_stage<KP> *)shared;
@@ -117,6 +118,7 @@ static __global__ void __launch_bounds__(256)
     join_sums(const __grid_constant__ call c, const __grid_constant__ gradients d,
               const sums_of_tokens to)
 {
+    threads_below<256>();
     const bool of_dS = blockIdx.x % 2;
     const int panels = (c.V + PANEL - 1) / PANEL, panel = blockIdx.x / 2 % panels,
               head = blockIdx.x / 2 / panels, n = head / c.HV, hv = head % c.HV;
@@ -156,6 +158,7 @@ static __global__ void __launch_bounds__(NONCAUSAL_THREADS)
     read_sums(const __grid_constant__ call c, const __grid_constant__ gradients d,
               const sums_of_tokens from, const __grid_constant__ intra_flags to)
 {
+    threads_below<NONCAUSAL_THREADS>();
     constexpr int SETS = KP / PANEL, THREADS = NONCAUSAL_THREADS;
     extern __shared__ __align__(1024) char shared[];
     read_room<KP> &s = *(read_room<KP> *)shared;

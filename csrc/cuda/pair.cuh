@@ -278,6 +278,7 @@ __global__ void __launch_bounds__(SCALAR_THREADS, 3)
     prepare_pair(const __grid_constant__ call c, const __grid_constant__ chunks w,
                  const as_given given)
 {
+    threads_below<SCALAR_THREADS>();
     constexpr int KEYS = KP / 2, THREADS = SCALAR_THREADS;
     extern __shared__ __align__(1024) char shared[];
     pair_room<KEYS> &s = *(pair_room<KEYS> *)shared;

@@ -209,6 +209,7 @@ __global__ void __launch_bounds__(DPLR_THREADS, 3)
     prepare_dplr(const __grid_constant__ call c, const __grid_constant__ chunks w,
                  const as_given given)
 {
+    threads_below<DPLR_THREADS>();
     static_assert(KP == DPLR_KEYS && PLANES == 1 && !NARROW,
                   "others are pairs of tokens (dplr.cu)");
     extern __shared__ __align__(1024) char shared[];

@@ -147,6 +147,7 @@ __global__ void __launch_bounds__(key_threads<KP>, PLANES == 2 ? 1 : 512 / key_t
     prepare_key(const __grid_constant__ call c, const __grid_constant__ chunks w,
                 const as_given given)
 {
+    threads_below<key_threads<KP>>();
     constexpr bool delta = RULE == LA_DELTA;
     constexpr int THREADS = key_threads<KP>, PANELS = KP / PANEL;
     extern __shared__ __align__(1024) char shared[];

@@ -111,6 +111,7 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
     prepare_scalar(const __grid_constant__ call c, const __grid_constant__ chunks w,
                    const as_given given)
 {
+    threads_below<SCALAR_THREADS>();
     extern __shared__ __align__(1024) char shared[];
     scalar_room<KP, RULE> &s = *(scalar_room<KP, RULE> *)shared;
     constexpr int THREADS = SCALAR_THREADS;

@@ -68,7 +68,7 @@ __device__ __forceinline__ uint32_t lane_with_columns(uint32_t tile)
     return tile + piece_at(lane % 16, lane / 16);
 }
 
-__device__ __forceinline__ uint32_t block_at(uint32_t of_lane, int row, int column)
+__device__ __forceinline__ uint32_t block_at(uint32_t of_lane, unsigned row, unsigned column)
 {
     return (of_lane ^ (column / 16 % 4 << 5)) + column / PANEL * PANEL_BYTES + row * 128;
 }

@@ -516,6 +516,7 @@ __global__ void __launch_bounds__((ADJOINT_WARPS + HAS_WARP_GROUPS * ADJOINT_PRO
                      const __grid_constant__ kept f, int tiles, int segments, int stages,
                      int staged)
 {
+    threads_below<(ADJOINT_WARPS + HAS_WARP_GROUPS * ADJOINT_PRODUCERS) * 32>();
     const int half = gridDim.x / (c.states_only ? 1 : 2), index = blockIdx.x % half;
     if (HAS_WARP_GROUPS && KP <= 128) stages = ADJOINT_STAGES;
     if (blockIdx.x < half)

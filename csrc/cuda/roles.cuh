@@ -53,10 +53,11 @@ struct seat {
 
 __device__ __forceinline__ seat own_seat()
 {
-    int thread = threadIdx.x % GROUP;
+    unsigned thread = threadIdx.x % GROUP;
     asm volatile("" : "+r"(thread));
+    __builtin_assume(thread < GROUP);
     const int warp = thread / 32, lane = thread % 32;
-    return {thread, warp, lane, lane / 4, lane % 4 * 2, warp * BLOCK + lane % BLOCK};
+    return {(int)thread, warp, lane, lane / 4, lane % 4 * 2, warp * BLOCK + lane % BLOCK};
 }
 
 /* Where a lane of a walk reads 8 x 8 blocks of v, transposed, and writes those of o. */

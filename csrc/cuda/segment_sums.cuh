@@ -339,6 +339,7 @@ __global__ void __launch_bounds__(PART_THREADS, PARTS_OF_PROCESSOR)
     sum_part(const __grid_constant__ call c, const __grid_constant__ summed x,
              const __grid_constant__ sum_maps maps, const parts_of_sequence to)
 {
+    threads_below<PART_THREADS>();
     if constexpr (!MAPPED || HAS_WARP_GROUPS)
         sum_part_of<KP, DECAY, BACKWARD, MAPPED>(c, x, maps, to);
 }
@@ -349,6 +350,7 @@ template <int KP, typename = element>
 __global__ void __launch_bounds__(KP)
     join_keys(const __grid_constant__ call c, const parts_of_sequence from)
 {
+    threads_below<KP>();
     const int head = blockIdx.x, n = head / c.HV, hv = head % c.HV, key = threadIdx.x;
     const int segments = from.count / from.of_segment;
     if (key >= c.K) return;
@@ -374,6 +376,7 @@ __global__ void __launch_bounds__(JOIN_THREADS)
     join_parts(const __grid_constant__ call c, const __grid_constant__ summed x,
                const parts_of_sequence from)
 {
+    threads_below<JOIN_THREADS>();
     constexpr int BLOCKS = KP * PANEL / JOIN_THREADS; /* of a panel */
     const int panels = (c.V + PANEL - 1) / PANEL, panel = blockIdx.x / BLOCKS % panels,
               head = blockIdx.x / BLOCKS / panels, n = head / c.HV, hv = head % c.HV;

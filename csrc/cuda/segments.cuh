@@ -47,6 +47,7 @@ __global__ void __launch_bounds__(KP)
     join_decays(const __grid_constant__ call c, const __grid_constant__ chunks w, const segments g,
                 int rows)
 {
+    threads_below<KP>();
     const int slices = (c.V + 15) / 16, groups = slices * 16 / JOINED;
     const int first_column = blockIdx.x % groups * JOINED, key = threadIdx.x;
     const int64_t head = blockIdx.x / groups;
@@ -100,6 +101,7 @@ template <int KP, la_decay DECAY, typename = element>
 __global__ void __launch_bounds__(MAP_THREADS)
     join_maps(const __grid_constant__ call c, const segments g, int rows)
 {
+    threads_below<MAP_THREADS>();
     constexpr int LANES = KP / 4, PARTS = MAP_THREADS / LANES;
     constexpr int AT_ONCE = KP / PARTS < 16 ? KP / PARTS : 16; /* rows, as registers allow */
     __shared__ float4 S[JOINED][LANES], sums[PARTS][JOINED][LANES];
