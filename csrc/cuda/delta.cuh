@@ -77,9 +77,9 @@ __global__ void __launch_bounds__((WALKS + 2) * GROUP, 1)
     } else {
         registers_down_to<registers::prepare>();
         if (group == WALKS)
-            solve_chunks<KP, DECAY, NORMED>(s);
+            solve_chunks<KP, DECAY, NORMED>(s, WALKS);
         else
-            score_deltas<KP, DECAY, NORMED>(c, f, s);
+            score_deltas<KP, DECAY, NORMED>(c, f, s, WALKS + 1);
     }
 #endif
 }

@@ -122,9 +122,9 @@ __global__ void __launch_bounds__(APART_GROUPS *GROUP, 1)
         }
         registers_up_to<FOR_PREPARE>();
         if (group % 2 == 0)
-            solve_chunks<KP, DECAY, NORMED>(s);
+            solve_chunks<KP, DECAY, NORMED>(s, group);
         else
-            score_deltas<KP, DECAY, NORMED>(c, f, s);
+            score_deltas<KP, DECAY, NORMED>(c, f, s, group);
     }
 #endif
 }

@@ -130,10 +130,10 @@ __device__ __forceinline__ void zero_rows(float (&x)[8][4], int row, int rows)
         if (row + i / 2 % 2 * 8 >= rows) x[i / 4][i % 4] = 0;
 }
 
-/* each(J, p) for all blocks J but the last: p is the sums of block J times the decays between the
- * two tokens and times `by` of the two rows of this thread. From the block on the diagonal on, p is
- * zeros if ZEROS, and of no use otherwise. All warps go through the same instructions. */
-template <la_decay DECAY, bool ZEROS, typename F>
+/* each(J, before, p) for all blocks J but the last: p is the sums of block J times the decays between
+ * the two tokens and times `by` of the two rows of this thread. It is of use if the block is before
+ * the one on the diagonal. All warps go through the same instructions. */
+template <la_decay DECAY, typename F>
 __device__ __forceinline__ void scale_blocks(const float (&x)[8][4], const gates_of_chunk &g,
                                              const float2 by, F each)
 {
@@ -156,15 +156,14 @@ __device__ __forceinline__ void scale_blocks(const float (&x)[8][4], const gates
         for (int i = 0; i < 8; i++) {
             const int half = i / 4, lower = i / 2 % 2, odd = i % 2;
             const float row = lower ? of_rows.y : of_rows.x;
-            const float y = x[2 * J + half][i % 4] * (row * (odd ? ends[half].y : ends[half].x));
-            p[half][i % 4] = ZEROS && !before ? 0 : y;
+            p[half][i % 4] = x[2 * J + half][i % 4] * (row * (odd ? ends[half].y : ends[half].x));
         }
         if (DECAY == LA_TOKEN && before) {
             const float block = g.block[J];
             of_rows.x *= block;
             of_rows.y *= block;
         }
-        each(J, p);
+        each(J, before, p);
     }
 }
 

@@ -7,17 +7,26 @@
 #if HAS_WARP_GROUPS
 /* The numbers of a token before they are known. */
 struct early_gates {
+    int n; /* the tokens of the chunk */
     uint32_t a, beta;
     float of_key, of_query;
 };
+
+/* One instruction. With int64_t the compiler multiplies two wide factors. */
+__device__ __forceinline__ int64_t wide_product(int x, int y)
+{
+    int64_t product;
+    asm("mul.wide.s32 %0, %1, %2;" : "=l"(product) : "r"(x), "r"(y));
+    return product;
+}
 
 template <la_decay DECAY, bool NORMED>
 __device__ __forceinline__ early_gates load_gates_early(const call &c, const delta_flags &f,
                                                         const chunk_place &p)
 {
-    early_gates x = {};
+    early_gates x = {p.n};
     const int token = own_seat().token;
-    if (token >= p.n) return x;
+    if (token >= x.n) return x;
     const int t = p.t + token;
     if (NORMED && f.norms) {
         const float *const norm = f.norms + ((int64_t)p.b * c.T + t) * c.H + p.h;
@@ -25,19 +34,19 @@ __device__ __forceinline__ early_gates load_gates_early(const call &c, const del
         x.of_key = norm[(int64_t)c.B * c.T * c.H];
     } else
         x.of_query = x.of_key = 1;
-    x.beta = load_early(p.beta + (int64_t)t * f.beta_step, c.x[LA_BETA].dtype);
-    if (DECAY == LA_TOKEN) x.a = load_early(p.gate + (int64_t)t * f.gate_step, c.x[LA_G].dtype);
+    x.beta = load_early(p.beta + wide_product(t, f.beta_step), c.x[LA_BETA].dtype);
+    if (DECAY == LA_TOKEN) x.a = load_early(p.gate + wide_product(t, f.gate_step), c.x[LA_G].dtype);
     return x;
 }
 
 /* The decays of a chunk. A warp has 16 tokens, each in two lanes. A lane has half a row of G. */
 template <la_decay DECAY, bool NORMED>
-__device__ __forceinline__ void prepare_gates(const call &c, int n, const early_gates &x,
+__device__ __forceinline__ void prepare_gates(const call &c, const early_gates &x,
                                               gates_of_chunk &g)
 {
     const seat me = own_seat();
-    if (me.thread == 0) g.n = n;
-    const bool there = me.token < n, writes = me.lane < BLOCK;
+    if (me.thread == 0) g.n = x.n;
+    const bool there = me.token < x.n, writes = me.lane < BLOCK;
     bool found = false;
     const float beta = there ? loaded(x.beta, c.x[LA_BETA].dtype) : 0;
     if (writes) g.beta[me.token] = beta;
@@ -88,11 +97,12 @@ __device__ __forceinline__ void prepare_gates(const call &c, int n, const early_
 
 /* The decays, B and X of every chunk. A warp has 16 rows. */
 template <int KP, la_decay DECAY, bool NORMED, typename room>
-__device__ __forceinline__ void score_deltas(const call &c, const delta_flags &f, room &s)
+__device__ __forceinline__ void score_deltas(const call &c, const delta_flags &f, room &s,
+                                             int group)
 {
     const float scale = (float)c.scale;
     const auto prepare = [&](int chunk, const early_gates &early) {
-        prepare_gates<DECAY, NORMED>(c, s.place[chunk % PLACES].n, early, s.gates[chunk % SLOTS]);
+        prepare_gates<DECAY, NORMED>(c, early, s.gates[chunk % SLOTS]);
         warp_arrives(address_of(s.barrier_gates + chunk % SLOTS));
     };
     /* with the keys of a chunk the places of the next two are known, too */
@@ -102,7 +112,8 @@ __device__ __forceinline__ void score_deltas(const call &c, const delta_flags &f
     };
     prepare(0, load(0));
     early_gates early = load(1);
-    group_waits(); /* for the gates; those of a later chunk are known since B of the one before */
+    /* for the gates; those of a later chunk are known since B of the one before */
+    group_waits(group);
 
     ring r = {room::stages, 0, 0};
     for (int chunk = 0;; chunk++, r.next()) {
@@ -113,8 +124,8 @@ __device__ __forceinline__ void score_deltas(const call &c, const delta_flags &f
         auto &keys = s.keys[r.at];
         char *const panel = s.place_of_b(slot, r.at); /* first P, then B */
         float y[8][4];
-        barrier_wait(address_of(s.barrier_keys + r.at), r.round);
         const uint32_t k = address_for_products<DECAY>(keys.k), q = k + tile_bytes(KP);
+        barrier_wait(address_of(s.barrier_keys + r.at), r.round);
         products_begin();
 #pragma unroll
         for (int j = 0; j < KP; j += 16) multiply_tiles(y, q, k, j, j == 0);
@@ -135,11 +146,14 @@ __device__ __forceinline__ void score_deltas(const call &c, const delta_flags &f
             const uint32_t to = address_of(panel) + to_panels;
             products_wait<0>();
             products_in(y);
-            if (room::apart) group_waits(); /* P lies over q */
+            if (room::apart) group_waits(group); /* P lies over q */
             /* the rows after the chunk may have a NaN */
             if (__builtin_expect(n < C, 0)) zero_rows(y, at.warp * BLOCK + at.row, n);
-            scale_blocks<DECAY, true>(y, g, by, [&](int J, const float(&p)[2][4]) {
-                store_matrices(block_at(to, at.warp * BLOCK, J * BLOCK), as_left(p[0], p[1]).x);
+            scale_blocks<DECAY>(y, g, by, [&](int J, bool before, const float(&p)[2][4]) {
+                left P = as_left(p[0], p[1]);
+#pragma unroll
+                for (uint32_t &pair : P.x) pair = before ? pair : 0;
+                store_matrices(block_at(to, at.warp * BLOCK, J * BLOCK), P.x);
             });
             if (at.warp < OF_CHUNK - 1) {
                 const uint32_t zeros[4] = {};
@@ -172,14 +186,14 @@ __device__ __forceinline__ void score_deltas(const call &c, const delta_flags &f
             char *const to = j ? s.place_of_x(slot, r.at) + (j - 1) * PANEL_BYTES : panel;
             const uint32_t a = address_for_products<DECAY>(j ? s.ended : panel);
             const uint32_t b = j ? k + (j - 1) * PANEL_BYTES : address_of(s.inverse);
-            if (j == 0) group_waits(); /* P is there */
+            if (j == 0) group_waits(group); /* P is there */
             products_begin();
 #pragma unroll
             for (int J = 0; J < C; J += 16) multiply_panels(y, a, b, J, J == 0);
             products_commit();
             products_wait<0>();
             products_in(y);
-            if (j == 0 || room::apart) group_waits(); /* B lies over P, or X over k */
+            if (j == 0 || room::apart) group_waits(group); /* B lies over P, or X over k */
             if (j == KP / PANEL) warp_arrives(address_of(&s.barrier_used));
             operand packed[OF_CHUNK];
 #pragma unroll

@@ -47,8 +47,9 @@ template <int N> __device__ __forceinline__ bool f16_nonfinite(const uint32_t (&
  * sums of X, whose block on the diagonal is own_sums. by: minus the strengths of the two rows of this
  * thread. found: the first token of the block whose gates have one. */
 template <bool NORMED, typename room>
-__device__ __forceinline__ void check_chunk(room &s, int slot, const seat &at, int n, int found,
-                                            float (&x)[8][4], float (&own_sums)[2][4], float2 &by)
+__device__ __forceinline__ void check_chunk(room &s, int slot, const seat &at, int group, int n,
+                                            int found, float (&x)[8][4], float (&own_sums)[2][4],
+                                            float2 &by)
 {
     const gates_of_chunk &g = s.gates[slot];
     /* Products of a key and itself that are far from too large, as are the strengths: so are the
@@ -60,16 +61,16 @@ __device__ __forceinline__ void check_chunk(room &s, int slot, const seat &at, i
     int nonfinite = found;
     if (!(low < MOST_SQUARE && fabsf(by.y) < MOST_STRENGTH)) nonfinite = min(nonfinite, row + 8);
     if (!(top < MOST_SQUARE && fabsf(by.x) < MOST_STRENGTH)) nonfinite = min(nonfinite, row);
-    if (__builtin_expect(any_of_group(nonfinite < n), 0)) {
+    if (__builtin_expect(any_of_group(nonfinite < n, group), 0)) {
         if (nonfinite < n) atomicMin(s.nonfinite_solve + slot, nonfinite);
-        group_waits();
+        group_waits(group);
         const int rows = s.nonfinite_solve[slot];
         zero_rows(x, row, rows);
         own_block(x, at.warp, own_sums);
         if (row >= rows) by.x = 0;
         if (row + 8 >= rows) by.y = 0;
         if (at.thread < C && at.thread >= rows) s.gates[slot].beta[at.thread] = 0;
-        group_waits();
+        group_waits(group);
     }
     /* A token takes S to a (I - b k k') S. The matrix in brackets makes no column longer if
      * b k'k is between 0 and 2. */
@@ -88,8 +89,8 @@ __device__ __forceinline__ void check_chunk(room &s, int slot, const seat &at, i
  * block. It is inverted in quarters. Those on its diagonal are inverted by substitution: a lane has
  * a row y, and y (I + L) = e. */
 template <typename room>
-__device__ __forceinline__ left invert_own_block(room &s, const seat &at, uint32_t T,
-                                                 uint32_t T_columns, const float (&lower)[2][4])
+__device__ __forceinline__ left invert_own_block(room &s, const seat &at, uint32_t T_columns,
+                                                 const float (&lower)[2][4])
 {
     const uint32_t quarter = pack_f16(lower[0][2], lower[0][3]); /* -L of the one below */
     *(float2 *)&s.lower[at.warp][0][at.row][at.pair] = make_float2(lower[0][0], lower[0][1]);
@@ -114,10 +115,13 @@ __device__ __forceinline__ left invert_own_block(room &s, const seat &at, uint32
             make_uint4(pack_f16(y[0], y[1]), pack_f16(y[2], y[3]), pack_f16(y[4], y[5]),
                        pack_f16(y[6], y[7]));
     __syncwarp();
-    left own = load_left(T, at.warp * BLOCK, at.warp * BLOCK);
+    const uint32_t place = block_at(T_columns, at.warp * BLOCK, at.warp * BLOCK);
+    left own;
+    right of; /* the same block, transposed */
+    load_matrices(own.x, place);
+    load_matrices_transposed(of.x, place);
     {
         float sum[4] = {}, below[4] = {};
-        const right of = load_right(T_columns, at.warp * BLOCK, at.warp * BLOCK);
         multiply_f16(sum, {{0, quarter, 0, 0}}, of.x[0], 0);
         own.x[1] = 0;
         multiply_f16(below, own, 0, transpose(pack_f16(sum[2], sum[3])));
@@ -168,16 +172,17 @@ __device__ __forceinline__ void put_block(room &s, const gates_of_chunk &g, cons
 
 /* A and A~ of every chunk. A warp has 16 rows. */
 template <int KP, la_decay DECAY, bool NORMED, typename room>
-__device__ __forceinline__ void solve_chunks(room &s)
+__device__ __forceinline__ void solve_chunks(room &s, int group)
 {
     ring r = {room::stages, 0, 0};
     for (int chunk = 0;; chunk++, r.next()) {
         const int slot = chunk % SLOTS;
         const gates_of_chunk &g = s.gates[slot];
+        auto &keys = s.keys[r.at];
+        const uint32_t k = address_for_products<DECAY>(keys.k);
         barrier_wait(address_of(s.barrier_gates + slot), parity(chunk / SLOTS));
         const int n = g.n;
         if (n == 0) return;
-        auto &keys = s.keys[r.at];
         float x[8][4];
         barrier_wait(address_of(s.barrier_keys + r.at), r.round);
         if (__builtin_expect(n < C, 0)) {
@@ -186,9 +191,8 @@ __device__ __forceinline__ void solve_chunks(room &s)
                 *(uint4 *)(keys.k + piece_at(n + j / (KP / 8), j % (KP / 8))) =
                     make_uint4(0, 0, 0, 0);
             stores_before_copies();
-            group_waits();
+            group_waits(group);
         }
-        const uint32_t k = address_for_products<DECAY>(keys.k);
         products_begin();
 #pragma unroll
         for (int j = 0; j < KP; j += 16) multiply_tiles(x, k, k, j, j == 0);
@@ -207,23 +211,24 @@ __device__ __forceinline__ void solve_chunks(room &s)
         products_in(x);
         float own_sums[2][4];
         own_block(x, at.warp, own_sums);
-        check_chunk<NORMED>(s, slot, at, n, found, x, own_sums, by);
+        check_chunk<NORMED>(s, slot, at, group, n, found, x, own_sums, by);
         if (NORMED) {
             by.x *= g.of_key[at.warp * BLOCK + at.row];
             by.y *= g.of_key[at.warp * BLOCK + at.row + 8];
         }
         left L[OF_CHUNK - 1]; /* -L of the blocks before the one on the diagonal */
-        scale_blocks<DECAY, false>(x, g, by,
-                                   [&](int J, const float(&p)[2][4]) { L[J] = as_left_f16(p); });
+        scale_blocks<DECAY>(x, g, by, [&](int J, bool, const float(&p)[2][4]) {
+            L[J] = as_left_f16(p);
+        });
         scale_own_block<DECAY, true>(own_sums, g, by);
-        left own = invert_own_block(s, at, T, T_columns, own_sums); /* T of the block */
+        left own = invert_own_block(s, at, T_columns, own_sums); /* T of the block */
         bool bad = f16_nonfinite(own.x);
 
         const float2 to_end = decays_to_end<DECAY>(g, at);
         const auto put = [&](const left &block, int J) { put_block(s, g, at, to_end, block, J); };
-        const auto others_see = [] {
+        const auto others_see = [=] {
             stores_before_copies();
-            group_waits();
+            group_waits(group);
         };
         const auto only = [&](bool here, const left &x) {
             left y;

@@ -104,11 +104,13 @@ __device__ __forceinline__ void walk_deltas(const call &c, const tensor_maps &ma
         }
         state_as_operand();
     };
-    bool waiting = false; /* O of the chunk before is still in the place of its v */
+    /* O of the chunk before may still be in the place of its v: for the threads to store, or for the
+     * engine to read. */
+    enum { NOTHING, FOR_THREADS, FOR_ENGINE } waiting = NOTHING;
     /* O of a chunk goes to memory, if it is not on its way. Its places are free. */
     const auto send = [&](int before) {
-        const chunk_place &p = s.place[before % PLACES];
-        if (!f.o_boxes || p.n < C) {
+        if (waiting == FOR_THREADS) {
+            const chunk_place &p = s.place[before % PLACES];
             const int thread = threadIdx.x, first = first_column(p.column);
             store_o(c, f.o_pieces, s.values[before % SLOTS].panel[thread / GROUP],
                     at(c.x[LA_O], p.b, p.t + thread % 32 / 2, p.hv, first + thread % 2 * 8),
@@ -116,7 +118,7 @@ __device__ __forceinline__ void walk_deltas(const call &c, const tensor_maps &ma
             stores_before_copies();
         } else if (threadIdx.x % GROUP == 0)
             engine_has_read<0>();
-        waiting = false;
+        waiting = NOTHING;
         warp_arrives(address_of(s.barrier_done + before % SLOTS));
     };
     begin_tile(blockIdx.x);
@@ -129,13 +131,14 @@ __device__ __forceinline__ void walk_deltas(const call &c, const tensor_maps &ma
         const seat at = own_seat();
         const int pair = at.pair;
         const chunk_place &p = s.place[chunk % PLACES];
+        const uint32_t k = address_for_products<DECAY>(s.keys[r.at].k);
         barrier_wait(address_of(s.barrier_keys + r.at), r.round);
         const int kept = min(p.n, end);
         if (p.n == 0) break;
+        const bool by_engine = f.o_boxes && p.n == C;
         operand x[4]; /* W, over the tokens */
         {
             float W[8][4];
-            const uint32_t k = address_for_products<DECAY>(s.keys[r.at].k);
             products_begin();
 #pragma unroll
             for (int j = 0; j < KP / 16; j++)
@@ -241,7 +244,7 @@ __device__ __forceinline__ void walk_deltas(const call &c, const tensor_maps &ma
         pack_o(O, o);
         char *const panel = s.values[slot].panel[threadIdx.x / GROUP];
         put_o(panel, o);
-        if (f.o_boxes && p.n == C) {
+        if (by_engine) {
             stores_before_copies();
             group_waits();
             if (threadIdx.x % GROUP == 0)
@@ -257,7 +260,7 @@ __device__ __forceinline__ void walk_deltas(const call &c, const tensor_maps &ma
         r.next();
         chunk++;
         end = C;
-        waiting = true;
+        waiting = by_engine ? FOR_ENGINE : FOR_THREADS;
     }
     if (waiting) send(chunk - 1);
 }

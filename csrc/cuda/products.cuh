@@ -290,14 +290,15 @@ template <int N> __device__ __forceinline__ void products_in(float (&c)[N][4])
         asm volatile("" : "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])::"memory");
 }
 
-/* The four warps wait for one another. */
-__device__ __forceinline__ void group_waits()
+/* The four warps wait for one another. A role whose group is known says so: its barrier is a constant
+ * of the instruction then. */
+__device__ __forceinline__ void group_waits(int group = threadIdx.x / 128)
 {
-    asm volatile("bar.sync %0, 128;" ::"r"(2 + threadIdx.x / 128) : "memory");
+    asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory");
 }
 
 /* Is x true in any thread of the four warps? */
-__device__ __forceinline__ bool any_of_group(bool x)
+__device__ __forceinline__ bool any_of_group(bool x, int group = threadIdx.x / 128)
 {
     int any;
     asm volatile("{\n"
@@ -307,7 +308,7 @@ __device__ __forceinline__ bool any_of_group(bool x)
                  "selp.s32 %0, 1, 0, all;\n"
                  "}"
                  : "=r"(any)
-                 : "r"((int)x), "r"(2 + threadIdx.x / 128)
+                 : "r"((int)x), "r"(2 + group)
                  : "memory");
     return any;
 }
