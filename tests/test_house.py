@@ -209,3 +209,18 @@ def test_files_and_functions_of_the_core_are_short():
     assert len(found) > 1000, "functions are not found any more"
     assert [x for x in found if x[2] > LONGEST_FUNCTION] == []
     assert [name for name, x in sources.items() if x.count("\n") > LONGEST_FILE] == []
+
+
+def test_kernels_know_the_threads_of_their_launch_bounds():
+    """The compiler believes threads_below: a number below that of the launch bounds breaks code."""
+    pair = re.compile(r"__launch_bounds__\(([^;{}]*?)\n\{\n    threads_below<(.*)>\(\);")
+    found = 0
+    for name in tracked("csrc/cuda"):
+        source = (ROOT / name).read_text()
+        for bounds, threads in pair.findall(source):
+            squeezed, known = (re.sub(r"\s", "", x) for x in (bounds, threads))
+            assert squeezed.startswith((known + ",", known + ")")), (name, known)
+        pairs = len(pair.findall(source))
+        assert pairs == len(re.findall(r"^    threads_below<", source, re.MULTILINE)), name
+        found += pairs
+    assert found > 20, "kernels are not found any more"

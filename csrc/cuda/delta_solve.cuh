@@ -115,13 +115,11 @@ __device__ __forceinline__ left invert_own_block(room &s, const seat &at, uint32
             make_uint4(pack_f16(y[0], y[1]), pack_f16(y[2], y[3]), pack_f16(y[4], y[5]),
                        pack_f16(y[6], y[7]));
     __syncwarp();
-    const uint32_t place = block_at(T_columns, at.warp * BLOCK, at.warp * BLOCK);
-    left own;
-    right of; /* the same block, transposed */
-    load_matrices(own.x, place);
-    load_matrices_transposed(of.x, place);
+    left own; /* both loads have one address */
+    load_matrices(own.x, block_at(T_columns, at.warp * BLOCK, at.warp * BLOCK));
     {
         float sum[4] = {}, below[4] = {};
+        const right of = load_right(T_columns, at.warp * BLOCK, at.warp * BLOCK);
         multiply_f16(sum, {{0, quarter, 0, 0}}, of.x[0], 0);
         own.x[1] = 0;
         multiply_f16(below, own, 0, transpose(pack_f16(sum[2], sum[3])));

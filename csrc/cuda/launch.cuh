@@ -1,5 +1,5 @@
 /* How a kernel is launched. The size of its grid is checked, and its shared memory is allowed
- * once. */
+ * once. A kernel tells the compiler how many threads it is launched with. */
 #ifndef LINATTN_CUDA_LAUNCH_CUH
 #define LINATTN_CUDA_LAUNCH_CUH
 
@@ -56,6 +56,14 @@ static cudaError_t launch_together(void (*kernel)(Parameters...), int blocks, in
     how.attrs = &together;
     how.numAttrs = 1;
     return cudaLaunchKernelEx(&how, kernel, arguments...);
+}
+
+/* A kernel begins with this: its blocks have at most so many threads, as its launch bounds say. The
+ * compiler does not learn it from these. It then knows some quotients of a thread's number, and which
+ * numbers are not negative (docs/decisions/0072). */
+template <int THREADS> __device__ __forceinline__ void threads_below()
+{
+    __builtin_assume(threadIdx.x < THREADS);
 }
 
 #endif

@@ -75,14 +75,6 @@ enum { PLANES = ELEMENT_DTYPE == LA_F32 ? 2 : 1 };
 /* from here on bf16 rounds to infinity */
 static constexpr float TOO_LARGE_FOR_PLANES = 0x1.ffp127f;
 
-/* A kernel says how many threads its blocks have at most. The compiler does not learn it from the
- * launch bounds. It then knows some quotients of a thread's number, and which numbers are not
- * negative (docs/decisions/0072). */
-template <int THREADS> __device__ __forceinline__ void threads_below()
-{
-    __builtin_assume(threadIdx.x < THREADS);
-}
-
 enum { ROWS = 64, PANEL = 64, PLANE_BYTES = ROWS * PANEL * 2, PANEL_BYTES = PLANES * PLANE_BYTES };
 
 __host__ __device__ constexpr int tile_bytes(int columns) { return columns / PANEL * PANEL_BYTES; }
